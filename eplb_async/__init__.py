@@ -1,0 +1,88 @@
+"""Moves mixture-of-experts weights between expert-parallel ranks over NVIDIA NIXL, awaited from asyncio.
+
+Names are loaded when they are first used, so importing the package needs neither torch nor NIXL.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eplb_async.communicator import AsyncEplbCommunicator, Health, MigrationReport
+    from eplb_async.core.placement import Placement
+    from eplb_async.errors import (
+        CommunicatorBusy,
+        CommunicatorClosed,
+        EplbError,
+        HandshakeError,
+        IntegrityError,
+        MigrationAborted,
+        MigrationError,
+        MigrationInDoubt,
+        NixlPeerDisconnected,
+        NixlTransferFailed,
+        NixlTransferTimeout,
+        PlacementError,
+        TransferError,
+        WeightsError,
+    )
+    from eplb_async.nixl import AsyncNixlAgent
+    from eplb_async.rendezvous import Rendezvous
+    from eplb_async.settings import Settings
+
+_HOME = {
+    "AsyncEplbCommunicator": "communicator",
+    "AsyncNixlAgent": "nixl",
+    "CommunicatorBusy": "errors",
+    "CommunicatorClosed": "errors",
+    "EplbError": "errors",
+    "HandshakeError": "errors",
+    "Health": "communicator",
+    "IntegrityError": "errors",
+    "MigrationAborted": "errors",
+    "MigrationError": "errors",
+    "MigrationInDoubt": "errors",
+    "MigrationReport": "communicator",
+    "NixlPeerDisconnected": "errors",
+    "NixlTransferFailed": "errors",
+    "NixlTransferTimeout": "errors",
+    "Placement": "core.placement",
+    "PlacementError": "errors",
+    "Rendezvous": "rendezvous",
+    "Settings": "settings",
+    "TransferError": "errors",
+    "WeightsError": "errors",
+}
+
+__all__ = [
+    "AsyncEplbCommunicator",
+    "AsyncNixlAgent",
+    "CommunicatorBusy",
+    "CommunicatorClosed",
+    "EplbError",
+    "HandshakeError",
+    "Health",
+    "IntegrityError",
+    "MigrationAborted",
+    "MigrationError",
+    "MigrationInDoubt",
+    "MigrationReport",
+    "NixlPeerDisconnected",
+    "NixlTransferFailed",
+    "NixlTransferTimeout",
+    "Placement",
+    "PlacementError",
+    "Rendezvous",
+    "Settings",
+    "TransferError",
+    "WeightsError",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,115 @@
+"""One call of ``migrate`` on this rank, from JOIN to its result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from eplb_async.communicator.epoch import EpochRun
+from eplb_async.communicator.report import MigrationReport
+from eplb_async.core.events import Ended
+from eplb_async.core.plan import MigrationPlan
+from eplb_async.errors import EplbError, MigrationAborted
+from eplb_async.nixl.endpoint import Endpoint
+
+
+class Attempt:
+    """Holds what an attempt needs, its timestamps, and the future of its result.
+
+    Args:
+        plan: What is to move.
+        deadline: Loop time of its end.
+        endpoint: This rank's agent.
+        loop: The engine loop.
+        planned_seconds: What planning took.
+        make_run: Makes the epoch's data movement.
+    """
+
+    def __init__(
+        self,
+        plan: MigrationPlan,
+        *,
+        deadline: float,
+        endpoint: Endpoint,
+        loop: asyncio.AbstractEventLoop,
+        planned_seconds: float,
+        make_run: Callable[[Attempt], EpochRun],
+    ) -> None:
+        self.plan = plan
+        self.deadline = deadline
+        self.result: asyncio.Future[MigrationReport] = loop.create_future()
+        self.result.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.run: EpochRun | None = None
+        self.cause: Exception | None = None
+        self._loop = loop
+        self._endpoint = endpoint
+        self._make_run = make_run
+        self._planned = planned_seconds
+        self._joined = self._begun = self._moved = loop.time()
+        self._polls = endpoint.native.polls
+
+    def begin(self, epoch: int, members: frozenset[int]) -> None:
+        """BEGIN came: post READs."""
+        self._begun = self._loop.time()
+        self.run = self._make_run(self)
+        self.run.start()
+
+    async def finish(self, ended: Ended) -> None:
+        """The epoch is over here: see it through, then say so."""
+        self._moved = self._loop.time()
+        if self._begun == self._joined:
+            self._begun = self._moved
+        if self.run is not None:
+            try:
+                await self.run.finish(ended.committed)
+            except Exception as error:
+                self.fail(error)
+                raise
+        if ended.complete:
+            if not self.result.done():
+                self.result.set_result(self._report(ended))
+        else:
+            self.fail(self.cause or _aborted(ended))
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless it has ended."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def _report(self, ended: Ended) -> MigrationReport:
+        now = self._loop.time()
+        traffic: Any = self.run.traffic if self.run is not None else None
+        rates = {
+            rank: nbytes / (last - first) / 1e9 if last > first else 0.0
+            for rank, (nbytes, first, last) in (traffic.by_peer.items() if traffic else ())
+        }
+        return MigrationReport(
+            epoch=ended.epoch,
+            layers_committed=ended.committed,
+            bytes_read=traffic.bytes_read if traffic else 0,
+            bytes_copied=traffic.bytes_copied if traffic else 0,
+            reads=traffic.reads if traffic else 0,
+            seconds={
+                "plan": self._planned,
+                "join": self._begun - self._joined,
+                "move": self._moved - self._begun,
+                "apply": now - self._moved,
+                "total": self._planned + now - self._joined,
+            },
+            gb_per_s=rates,
+            polls=self._endpoint.native.polls - self._polls,
+            longest_native_call=self._endpoint.native.longest_call,
+        )
+
+
+def _aborted(ended: Ended) -> EplbError:
+    who = f"rank {ended.origin}" if ended.origin >= 0 else "the view"
+    return MigrationAborted(
+        f"migration aborted in epoch {ended.epoch} by {who}: {ended.reason or 'no reason given'}; layers "
+        f"[0, {ended.committed}) hold the new placement on every rank of the view; migrate again when ready",
+        epoch=ended.epoch,
+        origin=ended.origin if ended.origin >= 0 else None,
+        reason=ended.reason,
+        committed_layers=ended.committed,
+    )

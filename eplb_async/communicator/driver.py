@@ -1,0 +1,251 @@
+"""Drives ``core.protocol`` on the engine loop: messages in, commands out, one attempt at a time.
+
+The protocol decides, this does: it sends what the protocol says, starts and ends the epoch's data movement,
+keeps the timers, and turns outcomes into results and errors. Everything here runs on the engine loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from eplb_async.communicator.attempt import Attempt
+from eplb_async.communicator.members import Identity, Roster, start_of
+from eplb_async.core import events, messages
+from eplb_async.core.events import Phase, Proof
+from eplb_async.core.protocol import Protocol
+from eplb_async.core.wire import Codec, WireError
+from eplb_async.engine import LoopEngine
+from eplb_async.errors import (
+    CommunicatorClosed,
+    MigrationInDoubt,
+    NixlPeerDisconnected,
+    NixlTransferFailed,
+)
+from eplb_async.nixl.endpoint import Endpoint
+from eplb_async.settings import Settings
+
+_log = logging.getLogger("eplb_async.communicator")
+_QUIET = (Phase.IDLE, Phase.CLOSED, Phase.FENCED)
+
+
+class Driver:
+    """One rank's protocol, connected.
+
+    Args:
+        identity: Who this rank is; :attr:`identity` changes when the agent is recycled.
+        engine: The engine loop.
+        settings: Timeouts.
+        key: Authenticates control messages.
+        roster: Members introduced so far.
+        num_layers: Layers of a migration.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        engine: LoopEngine,
+        settings: Settings,
+        key: bytes,
+        roster: Roster,
+        num_layers: int,
+    ) -> None:
+        self.identity = identity
+        self.roster = roster
+        self.settings = settings
+        self.degraded: dict[int, str] = {}
+        self.last_error = ""
+        self.attempt: Attempt | None = None
+        self.over: str = ""
+        self.dropped: Counter[str] = Counter()
+        self.endpoint: Endpoint | None = None
+        self.on_introduction: Callable[[messages.Hello | messages.Introduce], object] = lambda _: None
+        self._engine = engine
+        self._codec = Codec(key, ep_size=identity.ep_size, num_layers=num_layers)
+        self.protocol = Protocol(
+            rank=identity.rank,
+            ep_size=identity.ep_size,
+            num_layers=num_layers,
+            settle_timeout=settings.settle_timeout,
+            ping_interval=settings.ping_interval,
+            majority_rule=settings.majority_rule,
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._serving = contextlib.ExitStack()
+        self._served: Endpoint | None = None
+        self._linger_until = 0.0
+        self._changed = asyncio.Event()
+
+    # -------------------------------------------------------------------------------------- what goes in
+    def notification(self, agent: str, data: bytes) -> None:
+        """A notification came: drop it and count why, or hand it on (I-8)."""
+        try:
+            message = self._codec.decode(data)
+        except WireError as error:
+            self.dropped[error.kind] += 1
+            return
+        me = self.identity
+        if message.sender == me.rank or start_of(message.receiver_incarnation) != start_of(me.incarnation):
+            self.dropped["another incarnation"] += 1
+        elif isinstance(message, messages.Hello | messages.Introduce):
+            self.on_introduction(message)
+        elif not self.roster.same_start(message.sender, message.sender_incarnation):
+            self.dropped["another incarnation"] += 1
+        else:
+            self.feed(events.Received(message))
+
+    def disconnected(self, agent: str) -> None:
+        """NIXL says that an agent is gone: proof, if it is its rank's current one."""
+        member = self.roster.by_agent(agent)
+        if member is not None and member.rank not in self.degraded:
+            self.degraded[member.rank] = "disconnected"
+            _log.warning("rank %d (%s) disconnected; its process died or closed", member.rank, agent)
+            # Not from within a send of the protocol's own commands.
+            self._engine.loop.call_soon(self.gone, member.rank, Proof.DISCONNECTED)
+
+    def gone(self, rank: int, proof: Proof) -> None:
+        """A rank is gone, with proof."""
+        if proof is Proof.EXCLUDED:
+            self.degraded[rank] = "excluded by the caller"
+        self.feed(events.Gone(rank, proof))
+
+    def feed(self, event: events.Event) -> None:
+        """Give the protocol an event and do what it says."""
+        for command in self.protocol.handle(event, self._engine.loop.time()):
+            self._do(command)
+        self._settle_timers()
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition()`` holds; it is looked at after every event."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # ------------------------------------------------------------------------------------------- attempt
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of an earlier attempt is under way, and the view is whole."""
+        return self.attempt is None and (
+            bool(self.over) or (self.protocol.phase is Phase.IDLE and not self.protocol.view_changing)
+        )
+
+    def begin(self, attempt: Attempt, digests: messages.Digests) -> None:
+        """Send JOIN for an attempt."""
+        self.attempt = attempt
+        self.feed(events.Migrate(digests))
+
+    def give_up(self, attempt: Attempt, reason: str) -> None:
+        """This rank wants out of an attempt (rule 5)."""
+        if self.attempt is attempt:
+            self.feed(events.GiveUp(reason))
+
+    def send(self, to: int, message: messages.Message) -> None:
+        """Send a control message; a failure to is no error here, a disconnect is proof (rule 6)."""
+        member = self.roster.get(to)
+        if member is None or self.endpoint is None or self.endpoint.closed:
+            self.dropped["unsendable"] += 1
+            return
+        filled = replace(
+            message,
+            sender=self.identity.rank,
+            sender_incarnation=self.identity.incarnation,
+            receiver_incarnation=member.incarnation,
+        )
+        try:
+            self.endpoint.notify(member.peer, self._codec.encode(filled))
+        except NixlPeerDisconnected:
+            self.disconnected(member.peer.name)
+        except NixlTransferFailed as error:
+            self.dropped["unsendable"] += 1
+            self.last_error = str(error)
+            _log.warning("cannot send %s to rank %d: %s", type(message).__name__, to, error)
+
+    # -------------------------------------------------------------------------------------- what comes out
+    def _do(self, command: events.Command) -> None:
+        attempt = self.attempt
+        match command:
+            case events.Send(to, message):
+                self.send(to, message)
+            case events.Begin(epoch, members):
+                if attempt is not None:
+                    attempt.begin(epoch, members)
+            case events.Commit(_, _, upto, _):
+                if attempt is not None and attempt.run is not None:
+                    attempt.run.commit(upto)
+            case events.Ended():
+                if attempt is not None:
+                    if not command.complete:
+                        self._linger_until = (
+                            self._engine.loop.time() + 1.0
+                        )  # peers may still read from us (I-17)
+                    self._engine.spawn(self._finish(attempt, command), "end of an epoch")
+            case events.InDoubt(reason):
+                self.last_error = reason
+                _log.error("in doubt: %s", reason)
+                if attempt is not None:
+                    attempt.fail(
+                        MigrationInDoubt(
+                            f"migration in doubt: {reason}",
+                            epoch=self.protocol.epoch,
+                            origin=self.identity.rank,
+                            reason=reason,
+                            committed_layers=self.protocol.committed,
+                        )
+                    )
+            case events.Installed(term, members):
+                _log.info("view %d: members %s", term, sorted(members))
+            case events.Fenced(reason):
+                self._end_for_good(f"fenced: {reason}")
+            case events.Closed():
+                self._end_for_good("closed")
+
+    async def _finish(self, attempt: Attempt, ended: events.Ended) -> None:
+        try:
+            await attempt.finish(ended)
+        finally:
+            if self.attempt is attempt:
+                self.attempt = None
+            if attempt.cause is not None:
+                self.last_error = str(attempt.cause)
+            self._settle_timers()
+            self._changed.set()
+
+    def _end_for_good(self, why: str) -> None:
+        self.over = why
+        if why != "closed":
+            self.last_error = why
+            _log.error("this rank is out: %s; open a new communicator", why)
+        if self.attempt is not None:
+            self.attempt.fail(CommunicatorClosed(f"the communicator is {why}"))
+        self._changed.set()
+
+    def _settle_timers(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = self._engine.loop.time()
+        wakeup = self.protocol.next_wakeup
+        lingers = now < self._linger_until
+        if wakeup is not None:
+            self._timer = self._engine.loop.call_at(max(wakeup, now), self.feed, events.Tick())
+        elif lingers:
+            self._timer = self._engine.loop.call_at(self._linger_until, self._settle_timers)
+        busy = self.protocol.phase not in _QUIET or self.attempt is not None or wakeup is not None or lingers
+        wanted = self.endpoint if busy and self.endpoint is not None and not self.endpoint.closed else None
+        if wanted is not self._served:
+            self._serving.close()
+            if wanted is not None:
+                self._serving.enter_context(wanted.serving())
+            self._served = wanted
+
+    def stop(self) -> None:
+        """No more timers."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._serving.close()

@@ -1,0 +1,355 @@
+"""``AsyncEplbCommunicator``: what an async inference server awaits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from eplb_async.communicator.members import GENERATION_BITS, Identity
+from eplb_async.communicator.report import Health, MigrationReport
+from eplb_async.communicator.session import Session
+from eplb_async.core.placement import Placement
+from eplb_async.engine import Engine, LoopEngine
+from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError
+from eplb_async.nixl.agent import real
+from eplb_async.nixl.endpoint import NativeFactory
+from eplb_async.opening import Opening
+from eplb_async.rendezvous import Rendezvous, join, resolve
+from eplb_async.settings import Settings
+from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
+
+_log = logging.getLogger("eplb_async.communicator")
+_WATCH_SECONDS = 0.5
+
+
+class AsyncEplbCommunicator:
+    """Moves expert weights between the ranks of one expert-parallel group. Make one with :meth:`open`.
+
+    Bound to the loop that opened it; only :meth:`health` and :attr:`placement` may be used from other threads.
+    """
+
+    def __init__(
+        self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous
+    ) -> None:
+        self._engine = engine
+        self._session = session
+        self._weights = weights
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._busy = ""
+        self._closed = False
+        engine.post(lambda: engine.spawn(_watch(self._loop, session, engine), "watch of the user's loop"))
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        rank: int,
+        ep_size: int,
+        weights: WeightsLike,
+        placement: Placement,
+        rendezvous: object,
+        group: str = "default",
+        node: str | None = None,
+        staging: int | torch.Tensor | None = None,
+        settings: Settings | None = None,
+        timeout: float | None = None,
+        engine: LoopEngine | None = None,
+        native: NativeFactory = real,
+    ) -> Opening[AsyncEplbCommunicator]:
+        """Open this rank: register the weights, and exchange introductions with every peer concurrently.
+
+        Cancelled or timed out: everything native is given back in the background; open again to retry.
+
+        Args:
+            rank: This rank within the expert-parallel group.
+            ep_size: Ranks in the group.
+            weights: ``[layers]`` of tensors ``[num_local_experts, ...]`` (sequences or mappings), or a callable
+                returning that, which is asked again before each migration.
+            placement: Where the experts are now; the same on every rank.
+            rendezvous: ``"tcp://host:port"``, ``"file://path"``, a torch Store, or a ``Rendezvous`` object.
+            group: Separates several models or pipeline stages on one rendezvous.
+            node: Host label, for "same node first"; default the host's boot id.
+            staging: Bytes of staging, or the caller's own flat uint8 buffer; default two layers.
+            settings: Every other number and switch; default from ``EPLB_ASYNC_*``.
+            timeout: Deadline for each peer, in seconds; default ``settings.peer_timeout``.
+            engine: Engine to live on; default one of its own. For tests.
+            native: Makes the native agent. For tests.
+
+        Returns:
+            An awaitable that is also an asynchronous context manager.
+
+        Raises:
+            PlacementError: The placement is not one of ``ep_size`` ranks.
+            WeightsError: A tensor cannot be moved, or staging is too small; nothing native was touched.
+            HandshakeError: Peers are missing or refused; lists each and why.
+        """
+        settings = settings or Settings.from_env()
+
+        async def opener() -> AsyncEplbCommunicator:
+            if not isinstance(placement, Placement) or placement.ep_size != ep_size:
+                raise PlacementError(f"placement {placement!r} is not one of {ep_size} ranks")
+            if not 0 <= rank < ep_size:
+                raise ValueError(f"rank {rank} is not in [0, {ep_size})")
+            rows = ExpertWeights(weights, placement.num_local_experts, entries=settings.verify != "off")
+            if rows.num_layers != placement.num_layers:
+                raise WeightsError(
+                    f"weights of {rows.num_layers} layers, placement of {placement.num_layers}"
+                )
+            limit = settings.peer_timeout if timeout is None else timeout
+            label = node or _boot_id()
+            where = engine or Engine(f"eplb-async {group}/{rank}", use_uvloop=settings.use_uvloop)
+            try:
+                return await cls._open(
+                    where,
+                    rank,
+                    ep_size,
+                    group,
+                    label,
+                    rows,
+                    placement,
+                    rendezvous,
+                    staging,
+                    settings,
+                    limit,
+                    native,
+                )
+            except BaseException:
+                if isinstance(where, Engine) and engine is None:
+                    where.request_stop()
+                raise
+
+        return Opening(opener)
+
+    @classmethod
+    async def _open(
+        cls,
+        engine: LoopEngine,
+        rank: int,
+        ep_size: int,
+        group: str,
+        node: str,
+        weights: ExpertWeights,
+        placement: Placement,
+        rendezvous: object,
+        staging: int | torch.Tensor | None,
+        settings: Settings,
+        timeout: float,
+        native: NativeFactory,
+    ) -> AsyncEplbCommunicator:
+        stream = _stream(weights)
+        copier = CpuCopier(engine) if stream is None else CudaCopier(engine, lambda: stream)
+        deadline = time.monotonic() + timeout
+
+        def rendezvous_now() -> Rendezvous:
+            return resolve(rendezvous, rank=rank, ep_size=ep_size, secret=settings.secret, timeout=timeout)
+
+        async def start() -> tuple[Rendezvous, Session]:
+            store = await engine.offload(rendezvous_now)
+
+            def close_store() -> None:
+                if isinstance(rendezvous, str):
+                    store.close()
+
+            try:
+                joined = await join(
+                    store,
+                    group=group,
+                    rank=rank,
+                    secret=settings.secret,
+                    timeout=max(0.0, deadline - time.monotonic()),
+                )
+                identity = Identity(rank, ep_size, group, node, joined.incarnation << GENERATION_BITS)
+                session = Session(
+                    identity,
+                    engine=engine,
+                    settings=settings,
+                    key=joined.key,
+                    weights=weights,
+                    placement=placement,
+                    copier=copier,
+                    staging=staging,
+                    native=native,
+                )
+            except BaseException:
+                close_store()
+                raise
+            try:
+                await session.introduce(store, max(0.0, deadline - time.monotonic()))
+            except BaseException:
+                await session.close(0.0)
+                close_store()
+                raise
+            return store, session
+
+        store, session = await engine.run(start)
+        return cls(engine, session, weights, store if isinstance(rendezvous, str) else None)
+
+    async def migrate(self, placement: Placement, *, timeout: float | None = None) -> MigrationReport:
+        """Move to a new placement, together with every rank of the view; each calls this with the same one.
+
+        Cancelled: ends at once; the epoch ends on all ranks at one layer, possibly the last, settles in the
+        background, and the next ``migrate`` or ``aclose`` waits for that. Timed out: the same, and it says who was
+        waited for. Failed: every layer is wholly old or wholly new, the same on all ranks of the view.
+
+        Args:
+            placement: Where the experts are to be.
+            timeout: Seconds, queueing included; default ``settings.migrate_timeout``.
+
+        Returns:
+            What was moved, and how fast.
+
+        Raises:
+            PlacementError: It does not fit the current one, or an expert has no source; nothing was sent.
+            WeightsError: A tensor moved since it was registered; nothing was sent.
+            NixlTransferFailed: A READ failed on this rank; the epoch was ended on all.
+            IntegrityError: A READ brought other bytes than meant; the epoch was ended on all.
+            MigrationAborted: Another rank ended the epoch, or the deadline passed.
+            MigrationInDoubt: This rank voted and cannot learn the decision.
+            CommunicatorBusy: A migration is running already.
+            CommunicatorClosed: It is closed, or was fenced by the others.
+        """
+        session = self._session
+        if not isinstance(placement, Placement):
+            raise PlacementError(f"need a Placement, not {type(placement).__name__}")
+        limit = session.settings.migrate_timeout if timeout is None else timeout
+        with self._doing("migrate"):
+            self._weights.moved()
+            return await self._engine.run(lambda: session.migrate(placement, limit))
+
+    async def rebind(self) -> None:
+        """Register the weights as they are now, after a reload moved their storage.
+
+        Call it outside migrations; the bytes in the rows must be those of the current placement.
+
+        Raises:
+            WeightsError: A tensor cannot be moved; nothing has changed then.
+        """
+        with self._doing("rebind"):
+            await self._engine.run(self._session.rebind)
+
+    async def exclude(self, rank: int) -> None:
+        """Say that a rank is dead: the others go on without it, and it is fenced if it is not.
+
+        Raises:
+            ValueError: It is this rank, or no rank of the group.
+        """
+        self._check_usable()
+
+        async def call() -> None:
+            self._session.exclude(rank)
+
+        await self._engine.run(call)
+
+    @property
+    def placement(self) -> Placement:
+        """What is true now, layer by layer. Thread-safe."""
+        return self._session.placement
+
+    def health(self) -> Health:
+        """What is going on now: phase, whom we wait for, the oldest READ, quarantine. Thread-safe."""
+        return self._session.health()
+
+    async def aclose(self, timeout: float | None = None) -> tuple[str, ...]:
+        """Leave the group, drain with a deadline, destroy the agent, then let go of the memory. Idempotent.
+
+        Cancelled: closing goes on in the background.
+
+        Args:
+            timeout: Seconds; default ``settings.close_timeout``.
+
+        Returns:
+            What had not ended and went with the agent, in words.
+        """
+        if self._closed:
+            return ()
+        self._check_loop()
+        self._closed = True
+        session, store, engine = self._session, self._store, self._engine
+        limit = session.settings.close_timeout if timeout is None else timeout
+
+        async def close() -> tuple[str, ...]:
+            try:
+                return await session.close(limit)
+            finally:
+                if store is not None:
+                    await engine.offload(store.close)
+                if isinstance(engine, Engine):
+                    engine.request_stop()
+
+        left = await engine.run(close, detach=True)
+        if isinstance(engine, Engine):
+            await engine.astop()
+        return left
+
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        self._check_usable()
+        if self._busy:
+            raise CommunicatorBusy(f"cannot {what}: a {self._busy} is running; await it first")
+        self._busy = what
+        try:
+            yield
+        finally:
+            self._busy = ""
+
+    def _check_usable(self) -> None:
+        self._check_loop()
+        if self._closed:
+            raise CommunicatorClosed("the communicator is closed")
+
+    def _check_loop(self) -> None:
+        if threading.get_ident() != self._thread or asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "the communicator is bound to the event loop that opened it; use it from there"
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True):
+            return
+        warnings.warn(
+            f"rank {self._session.driver.identity.rank}'s communicator was never closed; use `async with`",
+            ResourceWarning,
+            stacklevel=2,
+        )
+        if isinstance(self._engine, Engine):
+            self._engine.request_stop()
+
+    def __repr__(self) -> str:
+        me = self._session.driver.identity
+        return f"<AsyncEplbCommunicator rank {me.rank} of {me.ep_size} in group {me.group!r}>"
+
+
+async def _watch(loop: asyncio.AbstractEventLoop, session: Session, engine: LoopEngine) -> None:
+    """Close when the user's loop is closed: nobody is left to await anything."""
+    while not loop.is_closed():
+        await asyncio.sleep(_WATCH_SECONDS)
+        if session.driver.over:
+            return
+    _log.warning("the loop that opened the communicator is closed; leaving the group")
+    if isinstance(engine, Engine):
+        engine.request_stop()
+
+
+def _stream(weights: ExpertWeights) -> Any:
+    """The CUDA stream that is current where ``open`` was called; ``None`` without CUDA weights."""
+    if any(tensor.is_cuda for tensors in weights.layers for tensor in tensors.values()):
+        return torch.cuda.current_stream()
+    return None
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return socket.gethostname()
+

@@ -1,0 +1,158 @@
+"""Introductions: what this rank says of itself, what it accepts of others, and the mutual hello.
+
+A blob is checked for length, digest, authenticity and layout before NIXL sees any of it (I-14). A pair of ranks is
+ready when each has added the other: each says Hello to whom it has added, and waits for the other's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from eplb_async.communicator.driver import Driver
+from eplb_async.communicator.members import Member, Roster, start_of
+from eplb_async.core import messages
+from eplb_async.core.layout import Layout, compare
+from eplb_async.errors import CommunicatorBusy, HandshakeError
+from eplb_async.nixl.endpoint import Endpoint
+from eplb_async.rendezvous.blob import BlobError, Introduction, open_sealed, seal
+from eplb_async.settings import Settings
+
+_log = logging.getLogger("eplb_async.introduction")
+_SHOWN = 4
+
+
+class Introducer:
+    """Introduces this rank and admits others, on the engine loop.
+
+    Args:
+        driver: Sends and receives control messages; its identity is ours.
+        roster: Where members are noted.
+        layout: This rank's rows.
+        placement_digest: Digest of the placement this rank was opened with.
+        key: The job's key.
+        settings: Limits.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        roster: Roster,
+        layout: Layout,
+        placement_digest: bytes,
+        key: bytes,
+        settings: Settings,
+    ) -> None:
+        self._driver = driver
+        self._roster = roster
+        self._placement_digest = placement_digest
+        self._key = key
+        self._settings = settings
+        self._heard: dict[int, int] = {}
+        self._arrived = asyncio.Event()
+        self.layout = layout
+        driver.on_introduction = self._on_message
+
+    def blob(self, endpoint: Endpoint) -> bytes:
+        """This rank's sealed introduction."""
+        me = self._driver.identity
+        return seal(
+            Introduction(
+                group=me.group,
+                rank=me.rank,
+                ep_size=me.ep_size,
+                agent=endpoint.name,
+                incarnation=me.incarnation,
+                node=me.node,
+                metadata=endpoint.metadata(),
+                layout=self.layout.to_plain(),
+                placement_digest=self._placement_digest,
+            ),
+            self._key,
+        )
+
+    def admit(self, rank: int, blob: bytes, endpoint: Endpoint, *, newer_than: int = -1) -> Member:
+        """Check a rank's blob and add its agent.
+
+        Raises:
+            HandshakeError: The blob is bad, or the rank's layout or placement is not ours; says how.
+        """
+        me = self._driver.identity
+        try:
+            intro = open_sealed(
+                blob,
+                self._key,
+                limit=self._settings.max_blob_bytes,
+                group=me.group,
+                rank=rank,
+                ep_size=me.ep_size,
+                newer_than=newer_than,
+            )
+            layout = Layout.from_plain(intro.layout)
+        except BlobError as error:
+            raise HandshakeError(f"rank {rank}: {error}") from error
+        except ValueError as error:
+            raise HandshakeError(f"rank {rank}: its layout is refused: {error}") from error
+        if differences := compare(self.layout, layout):
+            more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+            raise HandshakeError(f"rank {rank} has another layout: {'; '.join(differences[:_SHOWN])}{more}")
+        if intro.placement_digest != self._placement_digest and newer_than < 0:
+            raise HandshakeError(
+                f"rank {rank} was opened with another placement, ep_size or number of experts"
+            )
+        peer = endpoint.add_peer(intro.metadata)
+        if peer.name != intro.agent:
+            raise HandshakeError(
+                f"rank {rank}: its blob names agent {intro.agent!r}, its metadata {peer.name!r}"
+            )
+        member = Member(rank, intro.incarnation, intro.node, peer, layout)
+        replaced = self._roster.put(member)
+        self._driver.degraded.pop(rank, None)
+        if replaced is not None and replaced.peer.name != peer.name:
+            try:
+                endpoint.remove_peer(replaced.peer)
+            except CommunicatorBusy:
+                _log.info("%r is kept until READs from it have ended", replaced.peer)
+        return member
+
+    async def meet(self, member: Member) -> None:
+        """Say Hello, and wait until the rank has said it to this incarnation of ours."""
+        self._driver.send(member.rank, messages.Hello())
+        await self.met(member)
+
+    async def met(self, member: Member) -> None:
+        """Wait until the rank has said Hello to this incarnation of ours."""
+        while start_of(self._heard.get(member.rank, 0)) != start_of(member.incarnation):
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def forget(self) -> None:
+        """Forget whom we heard of: a new incarnation of ours must be met anew."""
+        self._heard.clear()
+
+    def _on_message(self, message: messages.Hello | messages.Introduce) -> None:
+        if isinstance(message, messages.Introduce):
+            self._on_introduce(message)
+            return
+        if message.receiver_incarnation == self._driver.identity.incarnation:
+            self._heard[message.sender] = message.sender_incarnation
+            self._arrived.set()
+
+    def _on_introduce(self, message: messages.Introduce) -> None:
+        """A member recycled its agent: take the new one, and say so."""
+        known = self._roster.get(message.sender)
+        endpoint = self._driver.endpoint
+        if (
+            known is None
+            or endpoint is None
+            or not self._roster.same_start(message.sender, message.sender_incarnation)
+        ):
+            self._driver.dropped["another incarnation"] += 1
+            return
+        try:
+            self.admit(message.sender, message.blob, endpoint, newer_than=known.incarnation)
+        except HandshakeError as error:
+            self._driver.dropped["bad introduction"] += 1
+            _log.warning("introduction refused: %s", error)
+            return
+        self._driver.send(message.sender, messages.Hello())

@@ -1,0 +1,396 @@
+"""One opened communicator as it lives on its engine loop: agent, protocol, weights and staging together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+from dataclasses import replace
+
+import torch
+
+from eplb_async.communicator.attempt import Attempt
+from eplb_async.communicator.driver import Driver
+from eplb_async.communicator.epoch import EpochRun, LayerJob
+from eplb_async.communicator.introduction import Introducer
+from eplb_async.communicator.members import Identity, Member, Roster, memory_of
+from eplb_async.communicator.report import Health, MigrationReport
+from eplb_async.core import events, messages
+from eplb_async.core.events import Phase, Proof
+from eplb_async.core.placement import Placement
+from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
+from eplb_async.engine import LoopEngine
+from eplb_async.errors import CommunicatorClosed, MigrationAborted, MigrationInDoubt
+from eplb_async.nixl.endpoint import Endpoint, NativeFactory
+from eplb_async.rendezvous import Rendezvous, exchange
+from eplb_async.settings import Settings
+from eplb_async.weights import Copier, ExpertWeights, Staging, make_buffers
+
+_log = logging.getLogger("eplb_async.communicator")
+_DRAIN_SECONDS = 0.5
+_MEET_SECONDS = 2.0
+
+
+class Session:
+    """Everything native of one communicator. Every method runs on the engine loop.
+
+    Args:
+        identity: Who this rank is.
+        engine: The engine loop.
+        settings: Settings.
+        key: The job's key.
+        weights: This rank's rows.
+        placement: Where the experts are.
+        copier: Copies rows.
+        staging: Bytes, or the caller's buffer; ``None`` for the default.
+        native: Makes native agents.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        engine: LoopEngine,
+        settings: Settings,
+        key: bytes,
+        weights: ExpertWeights,
+        placement: Placement,
+        copier: Copier,
+        staging: int | torch.Tensor | None,
+        native: NativeFactory,
+    ) -> None:
+        self.placement = placement
+        self.settings = settings
+        self.weights = weights
+        self.version = 0
+        self.recycled = 0
+        self._engine = engine
+        self._native = native
+        self._copier = copier
+        self._roster = Roster()
+        self.driver = Driver(
+            identity,
+            engine=engine,
+            settings=settings,
+            key=key,
+            roster=self._roster,
+            num_layers=placement.num_layers,
+        )
+        self._introducer = Introducer(
+            self.driver, self._roster, weights.layout, placement.digest(), key, settings
+        )
+        for layer in range(placement.num_layers):
+            weights.write_entries(layer, placement.local(identity.rank)[layer].tolist(), self.version)
+        needed = _largest_layer(weights, placement)
+        devices = {memory_of(str(t.device)): t.device for tensors in weights.layers for t in tensors.values()}
+        buffers = make_buffers(
+            staging, needed, devices | {"DRAM": torch.device("cpu")}, settings.staging_layers
+        )
+        self._staging = Staging(buffers)
+        self._staging.leased = self._is_leased
+        self._retiring: Endpoint | None = None
+        self._endpoint = self._make_endpoint(identity)
+        self.driver.endpoint = self._endpoint
+        engine.on_stop(self._closer)
+
+    # ---------------------------------------------------------------------------------------------- open
+    async def introduce(self, rendezvous: Rendezvous, timeout: float) -> None:
+        """Exchange introductions with all peers; each has ``timeout`` seconds.
+
+        Raises:
+            HandshakeError: Lists every peer that failed and why.
+        """
+        me = self.driver.identity
+
+        async def meet(rank: int, blob: bytes) -> None:
+            await self._introducer.meet(self._introducer.admit(rank, blob, self._endpoint))
+
+        with self._endpoint.serving():
+            await exchange(
+                rendezvous,
+                group=me.group,
+                rank=me.rank,
+                ep_size=me.ep_size,
+                sealed=self._introducer.blob(self._endpoint),
+                deadline_per_peer=timeout,
+                on_peer=meet,
+            )
+
+    # ------------------------------------------------------------------------------------------- migrate
+    async def migrate(self, new: Placement, timeout: float) -> MigrationReport:
+        """Run one migration; see ``AsyncEplbCommunicator.migrate``."""
+        loop = self._engine.loop
+        started = loop.time()
+        deadline = started + timeout
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.driver.until(lambda: self.driver.settled)
+                self._check_open()
+                before = loop.time()
+                wanted = await self._engine.offload(lambda: self._plan(new))
+                planned = loop.time() - before
+                await self._make_room(wanted)
+        except TimeoutError:
+            raise self._never_joined(timeout) from None
+        self._check_open()
+        attempt = Attempt(
+            wanted,
+            deadline=deadline,
+            endpoint=self._endpoint,
+            loop=loop,
+            planned_seconds=planned,
+            make_run=self._make_run,
+        )
+        timer = loop.call_at(deadline, self._expire, attempt, timeout)
+        try:
+            self.driver.begin(attempt, self._digests(wanted))
+            return await asyncio.shield(attempt.result)
+        except asyncio.CancelledError:
+            self.driver.give_up(attempt, "cancelled by its caller")
+            raise
+        finally:
+            timer.cancel()
+
+    async def rebind(self) -> None:
+        """Register the tensors as they are now; peers are introduced to a new incarnation of this rank.
+
+        Raises:
+            WeightsError: A tensor cannot be moved; nothing has changed then.
+        """
+        await self.driver.until(lambda: self.driver.settled)
+        self._check_open()
+        self.weights.rebind()
+        self._introducer.layout = self.weights.layout
+        await self._recycle("weights were rebound")
+
+    def exclude(self, rank: int) -> None:
+        """The caller says that a rank is dead."""
+        self._check_open()
+        if not 0 <= rank < self.driver.identity.ep_size or rank == self.driver.identity.rank:
+            raise ValueError(
+                f"rank {rank} is not another rank of this group of {self.driver.identity.ep_size}"
+            )
+        self.driver.gone(rank, Proof.EXCLUDED)
+
+    def health(self) -> Health:
+        """What is going on; reads only, so any thread may call it."""
+        protocol, stats = self.driver.protocol, self._endpoint.stats()
+        phase = protocol.phase
+        settling = phase is Phase.IDLE and self.driver.attempt is not None
+        return Health(
+            phase="settling" if settling else phase.value,
+            rank=self.driver.identity.rank,
+            term=protocol.term,
+            members=tuple(sorted(protocol.members)),
+            epoch=protocol.epoch,
+            prepared=protocol.prepared,
+            committed=protocol.committed,
+            num_layers=self.placement.num_layers,
+            waiting_for=tuple(sorted(protocol.waiting_for)),
+            degraded=dict(self.driver.degraded),
+            reads_in_flight=stats.in_flight + stats.quarantined,
+            oldest_read_seconds=stats.oldest_seconds,
+            oldest_read_peer=stats.oldest_peer,
+            quarantined_bytes=stats.quarantined_bytes,
+            recycled=self.recycled,
+            dropped=dict(self.driver.dropped + protocol.dropped),
+            last_error=self.driver.last_error,
+        )
+
+    # --------------------------------------------------------------------------------------------- close
+    async def close(self, timeout: float) -> tuple[str, ...]:
+        """End what runs, leave, drain, destroy the agent before the memory goes (rule 10, I-4).
+
+        Returns:
+            What had not ended and went with the agent, in words.
+        """
+        deadline = self._engine.loop.time() + timeout
+        self._engine.off_stop(self._closer)
+        if self._endpoint.closed:
+            return ()
+        if not self.driver.over:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    self.driver.feed(events.Close())
+                    await self.driver.until(lambda: bool(self.driver.over) and self.driver.attempt is None)
+        self.driver.stop()
+        if self.driver.attempt is not None:
+            self.driver.attempt.fail(CommunicatorClosed("closed while a migration was running"))
+        self.driver.over = self.driver.over or "closed"
+        return await self._endpoint.close(max(0.0, deadline - self._engine.loop.time()))
+
+    async def _closer(self) -> None:
+        await self.close(self.settings.close_timeout)
+
+    # -------------------------------------------------------------------------------------------- within
+    def _make_endpoint(self, identity: Identity) -> Endpoint:
+        name = f"{identity.group}/{identity.rank}.{identity.incarnation:x}-{secrets.token_hex(4)}"
+        endpoint = Endpoint(
+            name,
+            self._engine,
+            self.settings,
+            self._native,
+            on_notification=self.driver.notification,
+            on_disconnect=self.driver.disconnected,
+            on_end=self._staging.wake,
+        )
+        try:
+            endpoint.register_many(
+                [*self.weights.regions(), *((b, f"staging {m}") for m, b in self._staging.buffers.items())]
+            )
+        except BaseException:
+            endpoint.destroy()
+            raise
+        return endpoint
+
+    def _is_leased(self, start: int, end: int) -> bool:
+        agents = [agent for agent in (self._endpoint, self._retiring) if agent is not None]
+        return any(agent.leases.holder(((start, end),)) is not None for agent in agents)
+
+    def _plan(self, new: Placement) -> MigrationPlan:
+        members = self.driver.protocol.members
+        nodes = {m.rank: m.node for m in self._roster} | {
+            self.driver.identity.rank: self.driver.identity.node
+        }
+        labels = [nodes.get(rank, "") for rank in range(self.driver.identity.ep_size)]
+        return plan(self.placement, new, nodes=labels, members=members)
+
+    def _digests(self, wanted: MigrationPlan) -> messages.Digests:
+        nodes = sorted((m.rank, m.node) for m in self._roster)
+        nodes.append((self.driver.identity.rank, self.driver.identity.node))
+        rest = (PLAN_VERSION, wanted.members, sorted(nodes), self.settings.verify, self.version)
+        digest = hashlib.blake2b(repr(rest).encode(), digest_size=16).digest()
+        return (wanted.old.digest(), wanted.new.digest(), digest)
+
+    def _make_run(self, attempt: Attempt) -> EpochRun:
+        def staged(upto: int) -> None:
+            if self.driver.attempt is attempt:
+                self.driver.feed(events.Staged(upto))
+
+        def failed(error: Exception) -> None:
+            attempt.cause = error
+            _log.error("migration fails on rank %d: %s", self.driver.identity.rank, error)
+            self.driver.give_up(attempt, f"{type(error).__name__}: {error}")
+
+        def applied(layer: int) -> None:
+            self.placement = self.placement.with_layers(attempt.plan.new, layer + 1)
+
+        return EpochRun(
+            plan=attempt.plan,
+            rank=self.driver.identity.rank,
+            sources={member.rank: member for member in self._roster},
+            engine=self._engine,
+            endpoint=self._endpoint,
+            weights=self.weights,
+            staging=self._staging,
+            copier=self._copier,
+            settings=self.settings,
+            version=self.version,
+            deadline=attempt.deadline,
+            on_staged=staged,
+            on_failed=failed,
+            on_applied=applied,
+        )
+
+    def _expire(self, attempt: Attempt, timeout: float) -> None:
+        protocol = self.driver.protocol
+        waiting = f", waiting for ranks {sorted(protocol.waiting_for)}" if protocol.waiting_for else ""
+        self.driver.give_up(
+            attempt,
+            f"timed out after {timeout:g} s in phase {protocol.phase.value} with {protocol.prepared} of "
+            f"{self.placement.num_layers} layers prepared{waiting}",
+        )
+
+    def _never_joined(self, timeout: float) -> MigrationAborted | MigrationInDoubt:
+        rank = self.driver.identity.rank
+        if self.driver.protocol.phase is Phase.IN_DOUBT:
+            return MigrationInDoubt(
+                "an earlier migration is still in doubt: " + self.driver.last_error,
+                origin=rank,
+                reason=self.driver.last_error,
+            )
+        what = f"timed out after {timeout:g} s before JOIN: an earlier migration or a view change had not settled"
+        return MigrationAborted(f"migration not begun: {what}", origin=rank, reason=what)
+
+    async def _make_room(self, wanted: MigrationPlan) -> None:
+        """Recycle the agent if quarantine leaves too little staging for this plan (DESIGN §5)."""
+        rank = self.driver.identity.rank
+        needs = [
+            LayerJob(layer, moves, self.weights.layout).sizes
+            for layer in range(self.placement.num_layers)
+            if (moves := wanted.moves(layer, rank))
+        ]
+        if all(map(self._staging.fits, needs)):
+            return
+        await self._endpoint.drained(_DRAIN_SECONDS)
+        if not all(map(self._staging.fits, needs)):
+            await self._recycle(f"quarantine holds {self._staging.reclaim()} bytes of staging")
+
+    async def _recycle(self, why: str) -> None:
+        """Replace the agent: what was in flight cannot land any more, and staging is free again.
+
+        The successor is introduced before the old agent goes, so that nobody takes its end for our death.
+        """
+        old, me = self._endpoint, self.driver.identity
+        successor = replace(me, incarnation=me.incarnation + 1)
+        fresh = self._make_endpoint(successor)
+        try:
+            for member in list(self._roster):
+                if not member.peer.gone and member.rank in self.driver.protocol.members:
+                    peer = fresh.add_peer(member.peer.blob)
+                    self._roster.put(replace(member, peer=peer))
+        except BaseException:
+            fresh.destroy()
+            raise
+        self._retiring = old
+        self._endpoint = self.driver.endpoint = fresh
+        self.driver.identity = successor
+        self._introducer.forget()
+        self.recycled += 1
+        with fresh.serving():
+            introduction = messages.Introduce(blob=self._introducer.blob(fresh))
+            met = await asyncio.gather(
+                *(self._introduce_anew(m, introduction) for m in self._roster if not m.peer.gone)
+            )
+        left = old.destroy()
+        self._retiring = None
+        self._staging.wake()
+        silent = [rank for rank in met if rank is not None]
+        for rank in silent:
+            self.driver.degraded.setdefault(rank, "did not answer our new incarnation")
+        _log.warning(
+            "agent recycled: %s; %d READs went with it; incarnation is now %x; ranks that did not answer: %s",
+            why,
+            len(left),
+            successor.incarnation,
+            silent,
+        )
+
+    async def _introduce_anew(self, member: Member, introduction: messages.Introduce) -> int | None:
+        self.driver.send(member.rank, introduction)
+        try:
+            async with asyncio.timeout(_MEET_SECONDS):
+                await self._introducer.met(member)
+        except TimeoutError:
+            return member.rank
+        return None
+
+    def _check_open(self) -> None:
+        if self.driver.over:
+            raise CommunicatorClosed(f"the communicator is {self.driver.over}")
+
+
+def _largest_layer(weights: ExpertWeights, placement: Placement) -> dict[str, int]:
+    """Bytes of the largest layer that one rank can receive, by memory type: every local slot new."""
+    needed: dict[str, int] = {}
+    for places in weights.layout.layers:
+        sizes: dict[str, int] = {}
+        for place in places:
+            memory = memory_of(place.spec.device)
+            start = -(-sizes.get(memory, 0) // 256) * 256
+            sizes[memory] = start + place.spec.row_bytes * placement.num_local_experts
+        for memory, size in sizes.items():
+            needed[memory] = max(needed.get(memory, 0), size)
+    return needed

@@ -1,0 +1,260 @@
+"""A rank as a member of views: who is gone, how the next view comes about (rules 6-8, 10 of ``protocol``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from eplb_async.core import events, messages
+from eplb_async.core.coordinator import Coordinator
+from eplb_async.core.events import Command, Phase
+from eplb_async.core.messages import Message
+from eplb_async.core.participant import Participant
+from eplb_async.core.views import Change, Contradiction, Ignored, Superseded, View, bit, clip, each, names
+
+
+class Member:
+    """The half of ``Protocol`` that knows the group; the other half knows the epoch.
+
+    Attributes:
+        dropped: Messages that moved nothing, counted by why.
+    """
+
+    __slots__ = ("_change", "_lead", "_out", "_over", "_part", "_view", "dropped", "num_layers", "rank")
+
+    def __init__(self, *, rank: int, ep_size: int, num_layers: int, majority_rule: bool) -> None:
+        if not 0 <= rank < ep_size or num_layers < 1:
+            raise ValueError(f"no rank {rank} of {ep_size}, or no layers ({num_layers})")
+        self.rank = rank
+        self.num_layers = num_layers
+        self.dropped: Counter[str] = Counter()
+        self._view = View(rank, ep_size, majority_rule, members=(1 << ep_size) - 1)
+        self._part = Participant(num_layers)
+        self._lead = self._books({}) if rank == 0 else None
+        self._change: Change | None = None
+        self._over: Phase | None = None
+        self._out: list[Command] = []
+
+    def _send(self, to: int, message: Message) -> None:
+        """Sends; what a rank tells itself is heard at once."""
+        if to == self.rank:
+            self._receive(message)
+        else:
+            self._out.append(events.Send(to, message))
+
+    def _receive(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def _books(self, attempts: dict[int, int]) -> Coordinator:
+        view = self._view
+        return Coordinator(
+            self.rank, view.installed, view.members, self.num_layers, last_attempt=dict(attempts)
+        )
+
+    def _finish(self, origin: int, reason: str) -> None:
+        self._out += self._part.finish(origin, reason, rank=self.rank)
+
+    def _shut(self, phase: Phase, reason: str) -> None:
+        """Out of the group, for good."""
+        self._finish(-1, reason)
+        self._over = phase
+        self._lead = self._change = None
+        self._out.append(events.Closed() if phase is Phase.CLOSED else events.Fenced(reason))
+
+    def _leave_if_alone(self) -> None:
+        """A closing rank need not wait for others that are gone or close too."""
+        view = self._view
+        if not self._over and view.leaving & bit(self.rank) and not view.staying:
+            self._shut(Phase.CLOSED, "this rank closes")
+
+    def _declare(self, ranks: int) -> None:
+        """A word, unlike a proof, spreads: a term that was opened without it is opened anew."""
+        if self._view.declare(ranks):
+            self._change = None
+
+    def _members_changed(self) -> None:
+        view = self._view
+        self._leave_if_alone()
+        if self._over:
+            return
+        if not view.settled and view.owner not in (self.rank, -1) and not view.gone & bit(view.owner):
+            self._send(view.owner, self._state())
+        self._try_view()
+
+    def _fence(self, rank: int) -> None:
+        """Tells a rank that is no member so."""
+        view = self._view
+        if view.settled and rank != self.rank:
+            self._send(
+                rank,
+                messages.Install(
+                    term=view.installed,
+                    sender=self.rank,
+                    members=view.members,
+                    upto=0,
+                    at=(0,) * self.num_layers,
+                    next_epoch=0,
+                ),
+            )
+
+    def _state(self) -> messages.State:
+        part, view = self._part, self._view
+        here = part.begun
+        return messages.State(
+            term=view.promised,
+            sender=self.rank,
+            last_epoch=part.epoch if here else part.last_epoch,
+            upto=part.committed if here else part.last_upto,
+            ended=not here,
+            at=part.at if here else part.last_at,
+            highest_epoch=part.epoch,
+            gone=view.gone,
+            declared=view.declared,
+            leaving=view.leaving,
+            installed_term=view.installed,
+            members=view.members,
+            last_attempt=part.attempt,
+        )
+
+    def _try_view(self) -> None:
+        """Opens a term if one is due and it is this rank's to open; goes on with the one that is open."""
+        view = self._view
+        if self._over or not view.broken or view.opener != self.rank or not view.majority():
+            return
+        if self._change is not None and self._change.term == view.promised and not view.settled:
+            self._try_install(self._change)
+            return
+        view.promised = view.next_term()
+        self._change = change = Change(view.promised)
+        change.add(self._state())
+        for rank in each(view.remaining & ~bit(self.rank)):
+            self._send(
+                rank,
+                messages.View(term=view.promised, sender=self.rank, gone=view.gone, declared=view.declared),
+            )
+        self._try_install(change)
+
+    def _try_install(self, change: Change) -> None:
+        view = self._view
+        try:
+            decision = change.decide(view)
+        except Superseded:
+            self._shut(Phase.FENCED, "a newer view without this rank exists")
+            return
+        if decision is None:
+            return
+        old = view.members
+        install = messages.Install(
+            term=change.term,
+            epoch=decision.epoch,
+            sender=self.rank,
+            members=decision.members,
+            upto=decision.upto,
+            at=decision.at,
+            next_epoch=decision.highest_epoch + 1,
+        )
+        self._install(install, decision.attempts)
+        for rank in each(old & ~bit(self.rank)):  # those who are out too: rule 8
+            self._send(rank, install)
+
+    def _install(self, message: messages.Install, attempts: dict[int, int]) -> None:
+        """The next view. All commit the last epoch exactly up to what it says (I-7, I-19)."""
+        part, view = self._part, self._view
+        is_member = bool(message.members & bit(self.rank))
+        leaves = bool(view.leaving & bit(self.rank))
+        if part.begun and (is_member or leaves):
+            if part.epoch == message.epoch:
+                part.check(message.upto)
+                self._out += part.commit(message.upto, message.at)
+            elif part.committed and is_member:
+                raise Contradiction("the view ends another epoch than the one that has commits here")
+        without = names(view.members & ~message.members)
+        reason = f"the view changed: {names(message.members)} go on without {without}"
+        if not is_member:
+            phase = Phase.CLOSED if leaves else Phase.FENCED
+            self._shut(phase, f"{reason} (term {message.term}, said rank {message.sender})")
+            return
+        self._finish(-1, clip(reason))
+        view.leaving &= message.members
+        view.installed = view.promised = message.term
+        view.members = message.members
+        view.suspects &= message.members
+        part.epoch = max(part.epoch, message.next_epoch - 1)
+        self._change = None
+        self._lead = None
+        if view.coordinator == self.rank:
+            self._lead = self._books(attempts)
+        self._out.append(events.Installed(view.installed, frozenset(each(view.members))))
+        self._leave_if_alone()
+
+    def _on_view(self, message: messages.View) -> None:
+        view, sender = self._view, message.sender
+        if not view.members & bit(sender):
+            self._fence(sender)
+            raise Ignored("foreign")
+        if message.term <= view.promised:
+            if message.term < view.promised:
+                self._send(sender, messages.Term(term=view.promised, sender=self.rank))
+            raise Ignored("stale")
+        view.promised = message.term
+        self._change = None
+        view.declare(message.declared)
+        view.suspect(message.gone)
+        self._send(sender, self._state())
+        self._leave_if_alone()
+        self._try_view()
+
+    def _on_term(self, message: messages.Term) -> None:
+        view = self._view
+        if self._change is None or view.settled or message.term <= view.promised or view.opener != self.rank:
+            raise Ignored("stale")
+        view.promised = message.term
+        self._change = None
+        self._try_view()
+
+    def _on_state(self, message: messages.State) -> None:
+        view, change = self._view, self._change
+        if change is None or change.term != message.term or message.term != view.promised:
+            raise Ignored("stale")
+        if not change.add(message):
+            raise Ignored("duplicate")
+        view.leaving |= message.leaving & view.members & ~bit(self.rank)
+        view.suspect(message.gone & view.remaining)
+        if message.declared & ~view.declared & ~bit(self.rank):
+            self._declare(message.declared)
+        self._try_view()
+
+    def _on_install(self, message: messages.Install) -> None:
+        view = self._view
+        if message.term <= view.installed or (
+            message.term < view.promised and message.members & bit(self.rank)
+        ):
+            raise Ignored("stale")
+        self._install(message, {})
+        self._try_view()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether anything is waited for: then pings go out."""
+        view = self._view
+        if self._over:
+            return False
+        due = self._part.active or not view.settled or bool(view.leaving & bit(self.rank))
+        return due or bool(view.suspects & view.remaining) or bool(view.broken and view.majority())
+
+    def _waited(self) -> int:
+        """The ranks that a message is waited for from."""
+        view, lead = self._view, self._lead
+        waited = view.suspects
+        if self._over or not self._waits:
+            return 0
+        if self._change is not None:
+            waited |= self._change.missing(view)
+        elif not view.settled and not view.gone & bit(view.owner):
+            waited |= bit(view.owner)
+        elif not view.settled or view.leaving & bit(self.rank) or (view.broken and view.majority()):
+            waited |= view.staying & -view.staying
+        elif self._part.active and lead is None:
+            waited |= bit(view.coordinator)
+        elif self._part.active and lead is not None:
+            waited |= lead.missing
+        return waited & view.remaining & ~bit(self.rank)

@@ -1,0 +1,187 @@
+"""The control messages that ranks send each other: frozen records, no bytes (see ``wire``) and no behaviour.
+
+A set of ranks is a bitset: a Python ``int`` in which bit *r* stands for rank *r*. ``holds`` and ``at`` are
+steps, one unsigned 32-bit number for each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Digests = tuple[bytes, bytes, bytes]
+Steps = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What every message carries.
+
+    Attributes:
+        term: Number of the view it belongs to (``View``, ``State``, ``Install``: of the one in the making).
+        epoch: Number of the migration it is about; 0 where it is about none.
+        attempt: The receiver's attempt (``Begin``, ``End``) or the sender's (``Join``, ``AbortRequest``).
+        sender: Rank that sent it.
+        sender_incarnation: Start of the sender that sent it. The driver fills it in.
+        receiver_incarnation: Start of the receiver that it is meant for. The driver fills it in.
+    """
+
+    term: int = 0
+    epoch: int = 0
+    attempt: int = 0
+    sender: int = 0
+    sender_incarnation: int = 0
+    receiver_incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """Introduction: "I have added you"; ``acknowledged`` when the sender has had the receiver's Hello too."""
+
+    acknowledged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduce(Message):
+    """A recycled rank's new signed metadata, opaque to the protocol."""
+
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping(Message):
+    """Are you there? Says too whom the sender knows gone, so that the receiver looks for its own proof.
+
+    Attributes:
+        gone: Ranks that the sender has proof are gone: a hint.
+        declared: Those of them that a caller excluded by word: an order, it spreads.
+    """
+
+    gone: int = 0
+    declared: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong(Message):
+    """I am here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(Message):
+    """The sender's caller wants an epoch (rule 1).
+
+    Attributes:
+        digests: 16 bytes each: current placement, new placement, everything else that the plan depends on.
+        last_epoch: The highest epoch that the sender has seen.
+    """
+
+    digests: Digests
+    last_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin(Message):
+    """The coordinator opens ``epoch`` for the receiver's ``attempt`` (rule 2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Message):
+    """A vote: all READs and local copies of layers ``[0, upto)`` are done and checked here (rule 3)."""
+
+    upto: int
+    holds: Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(Message):
+    """The decision: layers ``[0, upto)`` change, each at its step ``at`` (rule 4)."""
+
+    upto: int
+    at: Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest(Message):
+    """The sender wants its ``attempt`` ended (rule 5)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(Message):
+    """The coordinator ends the receiver's ``attempt`` with exactly layers ``[0, upto)`` committed (rule 5).
+
+    Attributes:
+        upto: Layers committed.
+        at: Steps of those layers.
+        origin: Rank that asked for the end, or -1.
+        reason: Why.
+    """
+
+    upto: int
+    at: Steps
+    origin: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View(Message):
+    """The lowest remaining member opens a new term without ``gone`` (rule 7).
+
+    Attributes:
+        gone: Ranks that the sender has proof are gone; the receiver needs its own proof.
+        declared: Those of them that a caller excluded by word; the receiver takes that word.
+    """
+
+    gone: int
+    declared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term(Message):
+    """Your term is too old: I have promised ``term``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State(Message):
+    """The answer to ``View``, and the promise to accept and send nothing of an older term (rule 7).
+
+    Attributes:
+        last_epoch: The epoch that ``upto``, ``ended`` and ``at`` speak of.
+        upto: Layers that the sender knows committed in it.
+        ended: Whether that is where it ended.
+        at: Steps of those layers.
+        highest_epoch: The highest epoch that the sender has seen.
+        gone: Ranks that the sender has proof are gone.
+        declared: Those of them that a caller excluded by word.
+        leaving: Ranks that said LEAVE to the sender, or the sender itself.
+        installed_term: Term of the sender's view.
+        members: Members of the sender's view.
+        last_attempt: The sender's latest attempt.
+    """
+
+    last_epoch: int
+    upto: int
+    ended: bool
+    at: Steps
+    highest_epoch: int
+    gone: int
+    declared: int
+    leaving: int
+    installed_term: int
+    members: int
+    last_attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Install(Message):
+    """The new view, and where its last ``epoch`` ended (rule 7). Who is not in it is fenced (rule 8)."""
+
+    members: int
+    upto: int
+    at: Steps
+    next_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(Message):
+    """The sender closes (rule 10)."""

@@ -1,0 +1,1 @@
+"""The demonstration: real rank processes, real NIXL, verified bytes."""

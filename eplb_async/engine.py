@@ -1,0 +1,345 @@
+"""The engine loop: a second event loop, in the library's own thread, that owns everything native.
+
+Rules upheld here (DESIGN §3, §5):
+
+1. The user's loop submits one call and awaits one future; it is never blocked by what the call does (I-1).
+2. Whatever runs on the engine loop runs one at a time, so what lives there needs no locks (I-2).
+3. The thread is a daemon, stopped and joined by ``atexit``: a daemon alone aborts inside NIXL at interpreter
+   exit, a non-daemon one hangs it (both measured).
+4. A forked child's copy is dead: it refuses calls, and what the parent's UCX owns is never destroyed there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+from eplb_async.errors import CommunicatorClosed
+
+T = TypeVar("T")
+_log = logging.getLogger("eplb_async.engine")
+_STOP_SECONDS = 10.0
+
+
+class LoopEngine:
+    """Runs calls on one event loop, submitted from that or any other loop.
+
+    Used as it is where engine and user share a loop (tests under a virtual clock); :class:`Engine` adds the
+    thread.
+
+    Args:
+        loop: The loop that calls run on.
+        worker: Executor for blocking work (copies of expert bytes); ``None`` runs it inline.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, worker: Executor | None = None) -> None:
+        self.loop = loop
+        self.thread_id = threading.get_ident()
+        self.pid = os.getpid()
+        self.worker = worker
+        self.immortal: list[Any] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._submissions: set[_Submission] = set()
+        self._closers: list[Callable[[], Awaitable[object]]] = []
+        self._over = False
+        _live.add(self)
+
+    async def run(self, call: Callable[[], Coroutine[Any, Any, T]], *, detach: bool = False) -> T:
+        """Run ``call()`` on the engine loop and await its result from the running loop.
+
+        If the awaiting task is cancelled it ends within one turn of its own loop; the call is cancelled on
+        the engine loop, where it settles in the background.
+
+        Args:
+            call: Makes the coroutine.
+            detach: Let the call go on to its end when its awaiter is cancelled.
+
+        Raises:
+            CommunicatorClosed: The engine has stopped, or belongs to a parent process.
+        """
+        submission = _Submission(self, call, asyncio.get_running_loop())
+        self._submissions.add(submission)
+        try:
+            self.post(submission.start)
+            result: T = await submission.future
+            return result
+        except asyncio.CancelledError:
+            if detach:
+                raise
+            with contextlib.suppress(CommunicatorClosed):
+                self.post(submission.cancel)
+            raise
+        finally:
+            self._submissions.discard(submission)
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Run ``callback()`` on the engine loop soon; callable from any thread.
+
+        Raises:
+            CommunicatorClosed: The engine has stopped, or belongs to a parent process.
+        """
+        self.check_process()
+        try:
+            if threading.get_ident() == self.thread_id:
+                self.loop.call_soon(callback)
+            else:
+                self.loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            raise CommunicatorClosed(
+                "the engine loop has stopped; open a new communicator or agent"
+            ) from None
+
+    def check_process(self) -> None:
+        """Refuse to be used in a fork of the process that the engine lives in.
+
+        Raises:
+            CommunicatorClosed: This is a forked child.
+        """
+        if self.pid != os.getpid():
+            raise CommunicatorClosed(
+                f"opened in process {self.pid}, used in its fork {os.getpid()}; open a new one in the child"
+            )
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Start a task on the engine loop that the engine keeps alive; its failure is logged, never lost."""
+        task = self.loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        """Run blocking work off the engine loop, on the worker thread."""
+        if self.worker is None:
+            return work()
+        return await self.loop.run_in_executor(self.worker, work)
+
+    def on_stop(self, closer: Callable[[], Awaitable[object]]) -> None:
+        """Have ``closer()`` awaited on the engine loop before it stops."""
+        self._closers.append(closer)
+
+    def off_stop(self, closer: Callable[[], Awaitable[object]]) -> None:
+        """Forget a closer that has done its work."""
+        with contextlib.suppress(ValueError):
+            self._closers.remove(closer)
+
+    def keep(self, native: object) -> None:
+        """Note an object that a forked child must never destroy."""
+        self.immortal.append(native)
+
+    def drop(self, native: object) -> None:
+        """Forget an object noted by :meth:`keep`."""
+        self.immortal[:] = [kept for kept in self.immortal if kept is not native]
+
+    async def _wind_down(self) -> None:
+        for closer in self._closers[::-1]:
+            try:
+                await closer()
+            except Exception:
+                _log.exception("closing on the engine loop failed")
+        self._closers.clear()
+        self._over = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("task %s on the engine loop failed", task.get_name(), exc_info=error)
+
+
+class Engine(LoopEngine):
+    """An engine loop in its own thread.
+
+    Args:
+        name: Shown as the thread's name.
+        use_uvloop: Run on uvloop where it is installed.
+    """
+
+    def __init__(self, name: str, *, use_uvloop: bool = True) -> None:
+        super().__init__(_new_loop(use_uvloop), Worker(f"{name}-copy"))
+        self._stopping = False
+        self._exited: Future[None] = Future()
+        self._exited.set_running_or_notify_cancel()  # from now on no awaiter can cancel it
+        started = threading.Event()
+        self.thread = threading.Thread(target=self._serve, args=(started,), name=name, daemon=True)
+        self.thread.start()
+        started.wait()
+
+    def request_stop(self) -> None:
+        """Close what runs on the loop, then stop it; returns at once, callable from any thread."""
+        with contextlib.suppress(CommunicatorClosed):
+            self.post(self._begin_stop)
+
+    def stop(self, timeout: float = _STOP_SECONDS) -> bool:
+        """Stop and join the thread; callable from any other thread.
+
+        Returns:
+            Whether the thread ended within ``timeout`` seconds.
+        """
+        if self.pid != os.getpid():
+            return True
+        self.request_stop()
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
+
+    async def astop(self) -> None:
+        """Stop, awaited from another loop."""
+        self.request_stop()
+        await asyncio.wrap_future(self._exited)
+        self.thread.join(_STOP_SECONDS)
+
+    def _begin_stop(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self.loop.create_task(self._wind_down()).add_done_callback(lambda _: self.loop.stop())
+
+    def _serve(self, started: threading.Event) -> None:
+        self.thread_id = threading.get_ident()
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(started.set)
+        try:
+            self.loop.run_forever()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
+            for submission in list(self._submissions):  # posted after the last turn
+                submission.refuse()
+            if self.worker is not None:
+                self.worker.shutdown(wait=True)
+            self._exited.set_result(None)
+
+
+class Worker(Executor):
+    """One daemon thread that runs blocking calls in order; unlike a pool, it never holds up interpreter exit."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Queue ``fn(*args, **kwargs)``."""
+        future: Future[T] = Future()
+        self._queue.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread after what is queued."""
+        self._queue.put(None)
+        if wait and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_SECONDS)
+
+
+class _Submission:
+    """One call from a user's loop: a task on the engine loop, a future on the user's."""
+
+    def __init__(
+        self, engine: LoopEngine, call: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._engine = engine
+        self._call = call
+        self._loop = loop
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+        self.future: asyncio.Future[Any] = loop.create_future()
+
+    def start(self) -> None:
+        if self._cancelled:
+            return
+        if self._engine._over:
+            self.refuse()
+            return
+        self._task = self._engine.loop.create_task(self._call())
+        self._engine._tasks.add(self._task)
+        self._task.add_done_callback(self._finished)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def refuse(self) -> None:
+        """Tell the awaiter that the engine has stopped; callable from the engine's thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._refused)
+
+    def _refused(self) -> None:
+        if not self.future.done():
+            self.future.set_exception(CommunicatorClosed("the engine loop has stopped"))
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._engine._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if self._loop is self._engine.loop:
+            self._deliver(task, error)
+            return
+        # The user's loop may be closed by now: nobody is left to tell, and the task's outcome is retrieved.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._deliver, task, error)
+
+    def _deliver(self, task: asyncio.Task[Any], error: BaseException | None) -> None:
+        if self.future.done():
+            return
+        if task.cancelled():
+            self.future.set_exception(CommunicatorClosed("closed while the call was running"))
+        elif error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
+
+
+def _new_loop(use_uvloop: bool) -> asyncio.AbstractEventLoop:
+    if use_uvloop:
+        try:
+            import uvloop
+        except ImportError:
+            pass
+        else:
+            loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+            return loop
+    return asyncio.new_event_loop()
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, call = job
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del job, future, call
+
+
+_live: weakref.WeakSet[LoopEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for engine in list(_live):
+        if isinstance(engine, Engine) and not engine.stop():
+            _log.error("the engine thread did not stop within %.0f s at interpreter exit", _STOP_SECONDS)
+
+
+def _after_fork_in_child() -> None:
+    # A reference that is never given back: no destructor ever runs, neither the agents' nor that of the loop,
+    # whose tasks hold the handles (their destructor calls NIXL) and whose epoll is shared with the parent.
+    for engine in list(_live):
+        for kept in (engine, engine.loop, *engine.immortal):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,333 @@
+"""``AsyncNixlAgent``: a NIXL agent awaited from the user's loop, alive on its own engine loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from eplb_async.engine import Engine, LoopEngine
+from eplb_async.errors import CommunicatorBusy, CommunicatorClosed
+from eplb_async.nixl.bindings import NixlNative
+from eplb_async.nixl.endpoint import Endpoint, EndpointStats, NativeFactory, Peer
+from eplb_async.nixl.native import Native
+from eplb_async.nixl.read import read
+from eplb_async.nixl.regions import Rows, Span
+from eplb_async.nixl.transfer import TransferStats
+from eplb_async.opening import Opening
+from eplb_async.settings import Settings
+
+T = TypeVar("T")
+
+
+def real(name: str, settings: Settings) -> Native:
+    """Make a real NIXL agent."""
+    return NixlNative(name, progress_thread=settings.progress_thread)
+
+
+class Region(Rows):
+    """Memory registered with an agent; slice it for :meth:`AsyncNixlAgent.read`."""
+
+    def __init__(self, agent: AsyncNixlAgent, rows: Rows) -> None:
+        super().__init__(rows.extent)
+        self._agent = agent
+
+    async def released(self, *, timeout: float) -> None:
+        """Wait until no READ may write into this region any more.
+
+        Raises:
+            TimeoutError: Some still may after ``timeout`` seconds. Nothing has changed.
+        """
+        await self._agent._released(self.extent.address, self.extent.end, timeout, self.name)
+
+    async def deregister(self) -> None:
+        """Deregister the memory.
+
+        Raises:
+            CommunicatorBusy: A READ may still write into it (I-3); it stays registered.
+        """
+        await self._agent._run(lambda endpoint: endpoint.deregister(self))
+
+
+class AsyncNixlAgent:
+    """A NIXL agent whose transfers are coroutines. Make one with :meth:`open`.
+
+    Bound to the loop that opened it. Peers make progress for each other: whoever may be read from stays
+    inside :meth:`serving` until nobody reads any more (I-17).
+    """
+
+    def __init__(
+        self, name: str, engine: LoopEngine, endpoint: Endpoint, inbox: _Inbox, *, owns_engine: bool
+    ) -> None:
+        self.name = name
+        self._engine = engine
+        self._endpoint = endpoint
+        self._inbox = inbox
+        self._owns_engine = owns_engine
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        settings: Settings | None = None,
+        *,
+        engine: LoopEngine | None = None,
+        native: NativeFactory = real,
+    ) -> Opening[AsyncNixlAgent]:
+        """Open an agent: ``async with AsyncNixlAgent.open("reader-0") as agent``.
+
+        Args:
+            name: Agent name; two live agents of one name cannot know each other.
+            settings: Settings; default from the environment.
+            engine: Engine to live on; default one of its own.
+            native: Makes the native agent; for tests.
+
+        Returns:
+            An awaitable that is also an asynchronous context manager.
+        """
+        settings = settings or Settings.from_env()
+        return Opening(lambda: cls._open(name, settings, engine, native))
+
+    @classmethod
+    async def _open(
+        cls, name: str, settings: Settings, engine: LoopEngine | None, native: NativeFactory
+    ) -> AsyncNixlAgent:
+        owned = engine is None
+        if engine is None:
+            engine = Engine(f"eplb-async {name}", use_uvloop=settings.use_uvloop)
+        inbox = _Inbox(settings.max_queued_notifications)
+        made: list[Endpoint] = []
+
+        async def make() -> Endpoint:
+            endpoint = Endpoint(name, engine, settings, native, on_notification=inbox.put)
+            made.append(endpoint)
+            engine.on_stop(endpoint.close)
+            return endpoint
+
+        async def unmake() -> None:
+            for endpoint in made:
+                await endpoint.close()
+
+        try:
+            endpoint = await engine.run(make)
+        except BaseException:
+            with contextlib.suppress(CommunicatorClosed):
+                if owned and isinstance(engine, Engine):
+                    engine.request_stop()
+                else:
+                    engine.post(lambda: engine.spawn(unmake(), f"close of {name}"))
+            raise
+        return cls(name, engine, endpoint, inbox, owns_engine=owned)
+
+    async def register(self, memory: Any, name: str) -> Region:
+        """Register a torch tensor or numpy array, by the rows along its first dimension.
+
+        Raises:
+            WeightsError: Rows are not dense, the memory overlaps a region in part, or the name is taken.
+        """
+        return Region(self, await self._run(lambda endpoint: endpoint.register(memory, name)))
+
+    async def metadata(self) -> bytes:
+        """NIXL's metadata, the named extents and a digest, for :meth:`add_peer` on other agents."""
+        return await self._run(lambda endpoint: endpoint.metadata())
+
+    async def add_peer(self, blob: bytes) -> Peer:
+        """Check a peer's metadata and load it; idempotent.
+
+        Raises:
+            HandshakeError: The blob is damaged, forged, oversized, our own, or refused by NIXL.
+        """
+        return await self._run(lambda endpoint: endpoint.add_peer(blob))
+
+    async def remove_peer(self, peer: Peer) -> None:
+        """Forget a peer.
+
+        Raises:
+            CommunicatorBusy: READs from it have not ended.
+        """
+        await self._run(lambda endpoint: endpoint.remove_peer(peer))
+
+    async def read(
+        self, local: Span, remote: Span, *, notif: bytes = b"", timeout: float | None = None
+    ) -> TransferStats:
+        """Read a peer's rows into ours.
+
+        Cancelled: ends at once; the memory stays leased until the READ has ended (I-3). Timed out: the same.
+
+        Args:
+            local: Our rows.
+            remote: The peer's rows, of the same size: ``peer.region(name)[first:stop]``.
+            notif: Sent to the peer when everything has arrived.
+            timeout: Seconds; default ``settings.read_timeout``.
+
+        Raises:
+            NixlTransferFailed: It failed; ``NixlTransferTimeout``, ``NixlPeerDisconnected`` where known.
+            TransferError: Sizes differ, or a span is outside registered memory.
+            CommunicatorBusy: Our rows are leased to another READ.
+        """
+        endpoint = self._endpoint
+        limit = endpoint.settings.read_timeout if timeout is None else timeout
+        return await self._call(lambda: read(endpoint, local, remote, timeout=limit, notif=notif))
+
+    async def notify(self, peer: Peer, message: bytes) -> None:
+        """Send a small message to a peer.
+
+        Raises:
+            NixlPeerDisconnected: The peer is gone.
+        """
+        await self._run(lambda endpoint: endpoint.notify(peer, message))
+
+    async def notifications(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield (peer name, message) as they come; one iterator at a time.
+
+        The newest ``settings.max_queued_notifications`` are kept; what was dropped is in :attr:`dropped`.
+        Outside :meth:`serving` they are looked for every ``settings.idle_tick`` seconds.
+
+        Raises:
+            CommunicatorBusy: Another iterator is running.
+        """
+        if self._inbox.taken:
+            raise CommunicatorBusy(f"agent {self.name} has a notifications() iterator already")
+        self._inbox.taken = True
+        try:
+            while True:
+                await self._call(self._inbox.arrived)
+                while (item := self._inbox.take()) is not None:
+                    yield item
+        finally:
+            self._inbox.taken = False
+
+    @property
+    def dropped(self) -> int:
+        """Notifications dropped because nobody took them."""
+        return self._inbox.dropped
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Make progress at an active pace while peers may read from us."""
+        stack = contextlib.ExitStack()
+        await self._run(lambda endpoint: stack.enter_context(endpoint.serving()))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(CommunicatorClosed):
+                self._engine.post(stack.close)
+
+    async def stats(self) -> EndpointStats:
+        """Counters: READs in flight, quarantined bytes, polls, the longest native call."""
+        return await self._run(lambda endpoint: endpoint.stats())
+
+    async def aclose(self, timeout: float | None = None) -> tuple[str, ...]:
+        """Drain with a deadline, destroy the agent, then let go of the memory. Idempotent.
+
+        Cancelled: closing goes on in the background.
+
+        Args:
+            timeout: Seconds to wait for READs in flight; default ``settings.close_timeout``.
+
+        Returns:
+            What had not ended and went with the agent, in words.
+        """
+        if self._closed:
+            return ()
+        self._engine.check_process()
+        self._check_loop()
+        self._closed = True
+        endpoint, engine, inbox = self._endpoint, self._engine, self._inbox
+        owned = engine if self._owns_engine and isinstance(engine, Engine) else None
+
+        async def close() -> tuple[str, ...]:
+            try:
+                inbox.close()
+                return await endpoint.close(timeout)
+            finally:
+                if owned is not None:
+                    owned.request_stop()
+
+        left = await engine.run(close, detach=True)
+        if owned is not None:
+            await owned.astop()
+        return left
+
+    async def _released(self, start: int, end: int, timeout: float, name: str) -> None:
+        endpoint = self._endpoint
+        if not await self._call(lambda: endpoint.released(((start, end),), timeout)):
+            raise TimeoutError(f"region {name!r} is still leased after {timeout} s")
+
+    async def _run(self, use: Callable[[Endpoint], T]) -> T:
+        async def call() -> T:
+            return use(self._endpoint)
+
+        return await self._call(call)
+
+    async def _call(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._engine.check_process()
+        self._check_loop()
+        if self._closed:
+            raise CommunicatorClosed(f"agent {self.name} is closed")
+        return await self._engine.run(call)
+
+    def _check_loop(self) -> None:
+        if threading.get_ident() != self._thread or asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                f"agent {self.name} is bound to the event loop that opened it; use it from there"
+            )
+
+    def __del__(self) -> None:
+        if self._closed:
+            return
+        endpoint, engine = self._endpoint, self._engine
+        try:
+            if self._owns_engine and isinstance(engine, Engine):
+                engine.check_process()
+                engine.request_stop()
+            else:
+                engine.post(lambda: engine.spawn(endpoint.close(), f"close of {endpoint.name}"))
+        except (
+            CommunicatorClosed
+        ):  # the engine has stopped, or this is a forked child: nothing is left to close
+            return
+        warnings.warn(f"agent {self.name} was never closed; use `async with`", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<AsyncNixlAgent {self.name!r}{' closed' if self._closed else ''}>"
+
+
+class _Inbox:
+    """Notifications that nobody has taken yet: put in on the engine loop, taken on the user's.
+
+    Waiting takes nothing, so that a wait that is cancelled loses nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._items: deque[tuple[str, bytes]] = deque(maxlen=limit)
+        self._arrived = asyncio.Event()
+        self._closed = False
+        self.dropped = 0
+        self.taken = False
+
+    def put(self, peer: str, message: bytes) -> None:
+        self.dropped += len(self._items) == self._items.maxlen
+        self._items.append((peer, message))
+        self._arrived.set()
+
+    async def arrived(self) -> None:
+        while not self._items:
+            if self._closed:
+                raise CommunicatorClosed("the agent is closed; no notification will come")
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def take(self) -> tuple[str, bytes] | None:
+        return self._items.popleft() if self._items else None
+
+    def close(self) -> None:
+        self._closed = True
+        self._arrived.set()

@@ -1,0 +1,105 @@
+"""The event-loop poller: learns completions and notifications, at a pace that follows what is going on.
+
+NIXL offers neither callback nor file descriptor (NIXL.md, 1), so somebody must ask. The poller is a task of the
+engine loop: no pause while it sees progress, short pauses while something is in flight or somebody may read
+from us (a source must make progress too: NIXL.md, 8), a slow tick otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from eplb_async.settings import Settings
+
+_log = logging.getLogger("eplb_async.poller")
+
+
+class Pacing:
+    """How long to pause after a lap.
+
+    Args:
+        settings: ``hot_seconds``, ``max_pause`` and ``idle_tick``.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._last = 0.0
+
+    def after(self, now: float, *, progressed: bool, active: bool) -> float:
+        """Seconds to pause; 0 means: yield to the loop and lap again.
+
+        Args:
+            now: Monotonic seconds.
+            progressed: The lap saw a completion, a notification or bytes moving.
+            active: Something is in flight, or somebody may read from us.
+        """
+        if progressed:
+            self._last = now
+        quiet = now - self._last
+        if quiet < self._settings.hot_seconds:
+            return 0.0
+        if not active:
+            return self._settings.idle_tick
+        return self._settings.max_pause * (1 if quiet < 0.1 else 2)
+
+
+class Poller:
+    """Laps until told to stop.
+
+    Args:
+        lap: One round of native polls; returns whether there was progress.
+        active: Whether something is in flight or served.
+        settings: Pace.
+    """
+
+    def __init__(self, lap: Callable[[], bool], active: Callable[[], bool], settings: Settings) -> None:
+        self._lap = lap
+        self._active = active
+        self._pacing = Pacing(settings)
+        self._sleeper: asyncio.Future[None] | None = None
+        self._stopped = False
+        self._woken = True
+        self.laps = 0
+
+    def wake(self) -> None:
+        """Lap again soon: something was posted."""
+        self._woken = True
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
+
+    def stop(self) -> None:
+        """End after the current lap."""
+        self._stopped = True
+        self.wake()
+
+    async def run(self) -> None:
+        """Lap until stopped. An error in one lap is logged; the poller itself never dies of it."""
+        loop = asyncio.get_running_loop()
+        while not self._stopped:
+            progressed, self._woken = self._woken, False
+            self.laps += 1
+            try:
+                progressed |= self._lap()
+            except Exception:
+                _log.exception("a poller lap failed; polling goes on")
+            pause = self._pacing.after(loop.time(), progressed=progressed, active=self._active())
+            if pause <= 0 or self._woken:
+                await asyncio.sleep(0)
+            else:
+                await self._pause(loop, pause)
+
+    async def _pause(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        sleeper = self._sleeper = loop.create_future()
+        timer = loop.call_later(seconds, _finish, sleeper)
+        try:
+            await sleeper
+        finally:
+            timer.cancel()
+            self._sleeper = None
+
+
+def _finish(sleeper: asyncio.Future[None]) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)

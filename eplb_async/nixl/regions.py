@@ -1,0 +1,201 @@
+"""Registered memory: regions, spans of their rows, and the leases that protect them (I-3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_async.errors import CommunicatorBusy, WeightsError
+from eplb_async.nixl.native import Descriptors, Extent
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of one region: what a READ reads from or into.
+
+    Attributes:
+        extent: The region's extent.
+        first: First row.
+        count: Rows.
+        owner: Agent that registered them; empty for our own.
+    """
+
+    extent: Extent
+    first: int
+    count: int
+    owner: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move."""
+        return self.count * self.extent.row_bytes
+
+    @property
+    def memory(self) -> str:
+        """NIXL's memory type."""
+        return self.extent.memory
+
+    def descriptors(self) -> Descriptors:
+        """The rows as NIXL descriptors ``[n, 3]``; rows that touch are one descriptor."""
+        extent = self.extent
+        start = extent.address + self.first * extent.row_stride
+        if not self.nbytes:
+            return np.empty((0, 3), dtype=np.uint64)
+        if extent.row_stride == extent.row_bytes:
+            return np.array([(start, self.nbytes, extent.device)], dtype=np.uint64)
+        blocks = np.empty((self.count, 3), dtype=np.uint64)
+        blocks[:, 0] = start + np.arange(self.count, dtype=np.uint64) * np.uint64(extent.row_stride)
+        blocks[:, 1] = extent.row_bytes
+        blocks[:, 2] = extent.device
+        return blocks
+
+
+class Rows:
+    """Rows that can be sliced into spans: ``region[8:16]``, ``region[3]``, ``region[:]``."""
+
+    def __init__(self, extent: Extent, owner: str = "") -> None:
+        self.extent = extent
+        self.owner = owner
+
+    @property
+    def name(self) -> str:
+        """Name of the region."""
+        return self.extent.name
+
+    def __len__(self) -> int:
+        return self.extent.num_rows
+
+    def __getitem__(self, rows: int | slice) -> Span:
+        total = self.extent.num_rows
+        if isinstance(rows, slice):
+            first, stop, step = rows.indices(total)
+            asked = [bound for bound in (rows.start, rows.stop) if bound is not None]
+            if step != 1 or any(not -total <= bound <= total for bound in asked):
+                asked_for = f"[{rows.start}:{rows.stop}:{step}]"
+                raise IndexError(f"region {self.name!r} has {total} rows, asked for {asked_for}")
+            return Span(self.extent, first, max(0, stop - first), self.owner)
+        if not -total <= rows < total:
+            raise IndexError(f"region {self.name!r} has {total} rows, asked for row {rows}")
+        return Span(self.extent, rows % total, 1, self.owner)
+
+    def __repr__(self) -> str:
+        e = self.extent
+        return f"<{type(self).__name__} {e.name!r}: {e.num_rows} rows of {e.row_bytes} bytes, {e.memory}>"
+
+
+def extent_of(memory: Any, name: str) -> Extent:
+    """Describe a torch tensor or numpy array by the rows along its first dimension.
+
+    Raises:
+        WeightsError: A row is not one dense block of bytes, or the rows overlap; names the strides.
+    """
+    if hasattr(memory, "data_ptr"):
+        shape, itemsize = tuple(memory.shape), memory.element_size()
+        strides = tuple(s * itemsize for s in memory.stride())
+        address, cuda = memory.data_ptr(), memory.device.type != "cpu"
+        device = int(memory.device.index or 0)
+    elif isinstance(memory, np.ndarray):
+        shape, itemsize, strides = memory.shape, memory.itemsize, memory.strides
+        address, cuda, device = memory.ctypes.data, False, 0
+    else:
+        raise WeightsError(f"region {name!r}: {type(memory).__name__} is neither a torch tensor nor an array")
+    if not shape:
+        raise WeightsError(f"region {name!r}: a scalar has no rows; reshape it to [1]")
+    row_bytes = itemsize
+    for size, stride in sorted(zip(shape[1:], strides[1:], strict=True), key=lambda d: d[1]):
+        if size > 1 and stride != row_bytes:
+            raise WeightsError(f"region {name!r}: rows are not dense: shape {shape}, strides {strides} bytes")
+        row_bytes *= size
+    row_stride = strides[0] if shape[0] > 1 and row_bytes else row_bytes
+    if shape[0] > 1 and row_stride < row_bytes:
+        raise WeightsError(f"region {name!r}: rows overlap: shape {shape}, strides {strides} bytes")
+    return Extent(name, address, row_bytes, row_stride, shape[0], "VRAM" if cuda else "DRAM", device)
+
+
+def intervals_of(blocks: Descriptors) -> Intervals:
+    """Merge descriptors into sorted, disjoint address intervals."""
+    merged: list[tuple[int, int]] = []
+    for row in blocks[np.argsort(blocks[:, 0], kind="stable")].tolist():
+        start, end = row[0], row[0] + row[1]
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+class Coverage:
+    """Which descriptors lie inside one registered extent: NIXL itself only says "not found" (NIXL.md, 27)."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        self.extents = sorted((e for e in extents if e.length), key=lambda e: (e.memory, e.device, e.address))
+        self._groups: dict[tuple[str, int], tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]] = {}
+        for key in {(e.memory, e.device) for e in self.extents}:
+            ours = [e for e in self.extents if (e.memory, e.device) == key]
+            self._groups[key] = (
+                np.array([e.address for e in ours], dtype=np.uint64),
+                np.array([e.end for e in ours], dtype=np.uint64),
+            )
+
+    def outside(self, blocks: Descriptors, memory: str) -> int | None:
+        """Index of the first descriptor that no single extent covers, or ``None``."""
+        for device in np.unique(blocks[:, 2]).tolist():
+            mine = np.flatnonzero(blocks[:, 2] == device)
+            starts, ends = self._groups.get((memory, device), (None, None))
+            if starts is None or ends is None:
+                return int(mine[0])
+            at = np.searchsorted(starts, blocks[mine, 0], side="right")
+            inside = at > 0
+            inside &= blocks[mine, 0] + blocks[mine, 1] <= ends[np.maximum(at, 1) - 1]
+            inside &= blocks[mine, 1] < np.uint64(1 << 63)
+            if not inside.all():
+                return int(mine[np.argmin(inside)])
+        return None
+
+
+class Leases:
+    """Exclusive rights to memory that a READ may still write."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, Intervals] = {}
+
+    def acquire(self, owner: object, wanted: Intervals, what: str, *, within: object = None) -> None:
+        """Lease intervals to ``owner``.
+
+        Args:
+            owner: Who may write it.
+            wanted: The memory.
+            what: What it is wanted for.
+            within: Another holder whose lease this one is a part of.
+
+        Raises:
+            CommunicatorBusy: Some of it is leased to another READ.
+        """
+        if (holder := self.holder(wanted, but=within)) is not None:
+            raise CommunicatorBusy(
+                f"{what}: the memory is leased to {holder}, which may still write it; await its end first, "
+                "e.g. with region.released()"
+            )
+        self._held[owner] = wanted
+
+    def release(self, owner: object) -> None:
+        """End the lease of ``owner``, if it has one."""
+        self._held.pop(owner, None)
+
+    def holder(self, wanted: Intervals, *, but: object = None) -> object | None:
+        """Who, other than ``but``, holds a lease that overlaps ``wanted``, or ``None``."""
+        return next((o for o in self._held if o is not but and self.holds(o, wanted)), None)
+
+    def holds(self, owner: object, wanted: Intervals) -> bool:
+        """Whether ``owner`` holds a lease that overlaps ``wanted``."""
+        held = self._held.get(owner, ())
+        return any(start < high and low < end for start, end in held for low, high in wanted)
+
+    def __len__(self) -> int:
+        return len(self._held)

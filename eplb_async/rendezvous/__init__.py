@@ -1,0 +1,27 @@
+"""How ranks find each other: a store that all reach, and the sealed introductions they leave in it."""
+
+from eplb_async.rendezvous.base import Rendezvous
+from eplb_async.rendezvous.blob import BlobError, Extent, Introduction, open_sealed, seal
+from eplb_async.rendezvous.exchange import exchange
+from eplb_async.rendezvous.keys import Joined, derive_key, job_key, join, next_incarnation
+from eplb_async.rendezvous.resolve import resolve
+from eplb_async.rendezvous.store import FileRendezvous, StoreRendezvous, TcpRendezvous
+
+__all__ = [
+    "BlobError",
+    "Extent",
+    "FileRendezvous",
+    "Introduction",
+    "Joined",
+    "Rendezvous",
+    "StoreRendezvous",
+    "TcpRendezvous",
+    "derive_key",
+    "exchange",
+    "job_key",
+    "join",
+    "next_incarnation",
+    "open_sealed",
+    "resolve",
+    "seal",
+]

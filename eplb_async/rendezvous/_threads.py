@@ -1,0 +1,80 @@
+"""An executor whose threads never hold up the interpreter.
+
+``ThreadPoolExecutor`` joins its threads at exit, so one store call that hangs (a stopped host, a lock held
+by a stopped process) would keep the process from ending. These threads are daemons, and idle ones end when
+the executor is shut down or dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+class DaemonExecutor(Executor):
+    """Runs calls on up to ``max_workers`` daemon threads, started as they are needed."""
+
+    def __init__(self, max_workers: int, *, name: str) -> None:
+        self._max_workers = max_workers
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._started = 0
+        self._closed = False
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue one call; ``RuntimeError`` after ``shutdown``."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name}: already shut down")
+            self._jobs.put((future, lambda: fn(*args, **kwargs)))
+            if not self._idle.acquire(blocking=False) and self._started < self._max_workers:
+                self._started += 1
+                threading.Thread(
+                    target=_work,
+                    args=(self._jobs, self._idle),
+                    name=f"{self._name}-{self._started}",
+                    daemon=True,
+                ).start()
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Take no more calls. Never waits for a running one, whatever ``wait`` says."""
+        with self._lock:
+            self._closed = True
+            while cancel_futures:
+                try:
+                    job = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+                if job is not None:
+                    job[0].cancel()
+            self._jobs.put(None)
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None], idle: threading.Semaphore) -> None:
+    while (job := jobs.get()) is not None:
+        future, call = job
+        if future.set_running_or_notify_cancel():
+            try:
+                result = call()
+            except BaseException as error:  # it belongs to whoever waits for the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del job, future, call  # an idle thread keeps nothing alive
+        idle.release()
+    jobs.put(None)  # for the next thread

@@ -1,0 +1,240 @@
+"""Introductions: what a rank tells its peers of itself, sealed so that nothing forged or cut reaches NIXL.
+
+A sealed introduction is::
+
+    magic "EPLB" | version u16 | payload length u32 | payload (msgpack) | HMAC-SHA256 of all before it
+
+Truncated metadata that NIXL sees poisons that peer's name for good (N-23), and whoever holds metadata can
+read registered memory, so a blob is checked from the outside in (I-14): size, magic, version, length, keyed
+digest, and only then its content is decoded. Pickle is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+MAX_BLOB_BYTES = 4 << 20
+VERSION = 1
+KEY_SIZE = 32
+
+_MAGIC = b"EPLB"
+_HEADER = struct.Struct(">4sHI")
+_MAC_SIZE = hashlib.sha256().digest_size
+_MAX_RANKS = 1 << 16
+_MAX_TEXT = 256
+_MAX_EXTENTS = 1 << 16
+_MAX_DEPTH = 8
+_DIGEST_SIZES = range(8, 65)
+_SPACE = 1 << 63
+
+T = TypeVar("T")
+
+
+class BlobError(ValueError):
+    """An introduction is refused; the message is a short reason that fits behind "rank 3: "."""
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One registered range of memory.
+
+    Attributes:
+        name: Its name.
+        address: First byte.
+        length: Bytes.
+        device: Kind of memory, as NIXL names it, e.g. ``"DRAM"`` or ``"VRAM"``.
+        device_index: Which device.
+    """
+
+    name: str
+    address: int
+    length: int
+    device: str
+    device_index: int = 0
+
+
+class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank tells its peers of itself.
+
+    Attributes:
+        group: Group on the rendezvous.
+        rank: Rank of the sender.
+        ep_size: Size of its group.
+        agent: Name of its NIXL agent.
+        incarnation: Identity of this start; later ones compare greater.
+        metadata: NIXL's agent metadata, opaque.
+        layout: Where its rows are, as nested lists; opaque here, checked by the caller.
+        placement_digest: Digest of the placement it was opened with.
+        node: Host label.
+        extents: Registered ranges.
+        tables: Where its entry tables are, as nested lists; opaque here.
+        plan_digest: Digest of what else its plans depend on; empty where nothing does.
+    """
+
+    group: str
+    rank: int
+    ep_size: int
+    agent: str
+    incarnation: int
+    metadata: bytes
+    layout: Any
+    placement_digest: bytes
+    node: str = ""
+    extents: list[Extent] = []
+    tables: list[Any] = []
+    plan_digest: bytes = b""
+
+    def __repr__(self) -> str:
+        return (
+            f"Introduction(group={self.group!r}, rank={self.rank} of {self.ep_size}, agent={self.agent!r}, "
+            f"incarnation={self.incarnation}, {len(self.metadata)} bytes of metadata)"
+        )
+
+
+_decoder = msgspec.msgpack.Decoder(Introduction)
+
+
+def seal(intro: Introduction, key: bytes) -> bytes:
+    """Serialise and sign an introduction.
+
+    Args:
+        intro: What to say.
+        key: The job's key, ``KEY_SIZE`` bytes (see ``join``).
+
+    Raises:
+        BlobError: It would be refused by the peers; says why.
+    """
+    _check(intro)
+    payload = msgspec.msgpack.encode(intro)
+    size = _HEADER.size + len(payload) + _MAC_SIZE
+    if size > MAX_BLOB_BYTES:
+        raise BlobError(f"oversized: {size} bytes, {MAX_BLOB_BYTES} are allowed")
+    signed = _HEADER.pack(_MAGIC, VERSION, len(payload)) + payload
+    return signed + _mac(signed, key)
+
+
+def open_sealed(
+    data: bytes,
+    key: bytes,
+    *,
+    limit: int = MAX_BLOB_BYTES,
+    group: str | None = None,
+    rank: int | None = None,
+    ep_size: int | None = None,
+    newer_than: int = -1,
+) -> Introduction:
+    """Check a sealed introduction, from the outside in, and decode it.
+
+    Args:
+        data: Bytes from the rendezvous.
+        key: The job's key.
+        limit: Largest size accepted.
+        group: Group that it must name, or None for any.
+        rank: Rank that it must name, or None for any.
+        ep_size: Size that it must name, or None for any.
+        newer_than: Incarnation that it must exceed.
+
+    Raises:
+        BlobError: It is refused; says why. Nothing of an unauthenticated blob is decoded.
+    """
+    payload = _authenticate(data, key, limit)
+    try:
+        intro = _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BlobError(f"malformed: {error}; the peer runs another build of this library?") from error
+    _check(intro)
+    _match("group", intro.group, group)
+    _match("rank", intro.rank, rank)
+    _match("ep_size", intro.ep_size, ep_size)
+    if intro.incarnation <= newer_than:
+        raise BlobError(f"replayed: incarnation {intro.incarnation} is not newer than {newer_than}")
+    return intro
+
+
+def _authenticate(data: bytes, key: bytes, limit: int) -> bytes:
+    if len(data) > limit:
+        raise BlobError(f"oversized: {len(data)} bytes, {limit} are allowed")
+    least = _HEADER.size + _MAC_SIZE
+    if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
+        raise BlobError("not an introduction: it begins with other bytes; does something else use this key?")
+    if len(data) < _HEADER.size:
+        raise BlobError(f"truncated: {len(data)} bytes, at least {least} are needed")
+    _, version, length = _HEADER.unpack_from(data)
+    if version != VERSION:
+        raise BlobError(
+            f"another version: {version}, this rank speaks {VERSION}; run the same release on all ranks"
+        )
+    if len(data) != least + length:
+        kind = "truncated" if len(data) < least + length else "too long"
+        raise BlobError(f"{kind}: {len(data)} of {least + length} bytes")
+    signed, mac = data[:-_MAC_SIZE], data[-_MAC_SIZE:]
+    if not hmac.compare_digest(_mac(signed, key), mac):
+        raise BlobError(
+            "wrong secret or forged: keyed digest differs; is EPLB_ASYNC_SECRET the same there, and is this "
+            "not left over from an earlier run?"
+        )
+    return signed[_HEADER.size :]
+
+
+def _mac(signed: bytes, key: bytes) -> bytes:
+    if len(key) != KEY_SIZE:
+        raise ValueError(f"a job key has {KEY_SIZE} bytes, this one {len(key)}")
+    return hmac.digest(key, signed, "sha256")
+
+
+def _match(what: str, value: T, wanted: T | None) -> None:
+    if wanted is not None and value != wanted:
+        raise BlobError(f"another {what}: it says {value!r}, expected {wanted!r}")
+
+
+def _check(intro: Introduction) -> None:
+    for problem in _problems(intro):
+        raise BlobError(f"out of range: {problem}")
+
+
+def _problems(intro: Introduction) -> Iterator[str]:
+    if not 0 < intro.ep_size <= _MAX_RANKS:
+        yield f"ep_size {intro.ep_size}"
+    if not 0 <= intro.rank < intro.ep_size:
+        yield f"rank {intro.rank} of {intro.ep_size}"
+    if not 0 <= intro.incarnation < _SPACE:
+        yield f"incarnation {intro.incarnation}"
+    if not intro.agent:
+        yield "no agent name"
+    for what in ("group", "agent", "node"):
+        if len(getattr(intro, what)) > _MAX_TEXT:
+            yield f"{what} has {len(getattr(intro, what))} characters, {_MAX_TEXT} are allowed"
+    if not intro.metadata:
+        yield "no NIXL metadata"
+    if len(intro.placement_digest) not in _DIGEST_SIZES:
+        yield f"placement digest of {len(intro.placement_digest)} bytes"
+    if intro.plan_digest and len(intro.plan_digest) not in _DIGEST_SIZES:
+        yield f"plan digest of {len(intro.plan_digest)} bytes"
+    if len(intro.extents) > _MAX_EXTENTS:
+        yield f"{len(intro.extents)} extents, {_MAX_EXTENTS} are allowed"
+    for extent in intro.extents:
+        yield from _extent_problems(extent)
+    for what in ("layout", "tables"):
+        if not _is_plain(getattr(intro, what)):
+            yield f"{what} is not nested lists of numbers and text, at most {_MAX_DEPTH} deep"
+
+
+def _extent_problems(extent: Extent) -> Iterator[str]:
+    name = extent.name[:_MAX_TEXT]
+    if not 0 < len(extent.name) <= _MAX_TEXT:
+        yield f"an extent's name of {len(extent.name)} characters"
+    if extent.address <= 0 or extent.length <= 0 or extent.address + extent.length > _SPACE:
+        yield f"extent {name!r} at {extent.address:#x}, {extent.length} bytes"
+    if not 0 < len(extent.device) <= _MAX_TEXT or not 0 <= extent.device_index < _MAX_RANKS:
+        yield f"extent {name!r} on device {extent.device[:_MAX_TEXT]!r} {extent.device_index}"
+
+
+def _is_plain(value: object, depth: int = 0) -> bool:
+    if isinstance(value, list | tuple):
+        return depth < _MAX_DEPTH and all(_is_plain(item, depth + 1) for item in value)
+    return value is None or isinstance(value, int | str)

@@ -1,0 +1,139 @@
+"""Every number and switch of the library, in one frozen record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+_MIB = 1 << 20
+
+# name -> (lowest, highest) of the numeric settings; units are in the field's docstring line below.
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_post_bytes": (4096, 1 << 34),
+    "max_post_descriptors": (1, 1 << 16),
+    "max_bytes_in_flight": (4096, 1 << 40),
+    "max_requests_in_flight": (1, 1 << 16),
+    "max_peer_requests_in_flight": (1, 1 << 16),
+    "max_queued_notifications": (1, 1 << 20),
+    "max_blob_bytes": (1024, 1 << 30),
+    "hot_seconds": (0, 1),
+    "max_pause": (0.0001, 1),
+    "idle_tick": (0.001, 10),
+    "migrate_timeout": (0.001, 86_400),
+    "read_timeout": (0.001, 86_400),
+    "peer_timeout": (0.001, 86_400),
+    "close_timeout": (0, 3600),
+    "settle_timeout": (0.001, 86_400),
+    "ping_interval": (0.01, 3600),
+    "staging_layers": (1, 64),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of an agent or communicator; times in seconds, sizes in bytes.
+
+    Attributes:
+        secret: The job's shared secret. Peers that cannot prove that they hold it are refused.
+        progress_thread: Run NIXL's own progress thread (burns one core per agent; for bulk serving only).
+        use_uvloop: Run the engine loop on uvloop where it is installed.
+        max_post_bytes: Largest number of bytes in one post; bounds how long one native call can take.
+        max_post_descriptors: Largest number of descriptors in one post.
+        max_bytes_in_flight: Bytes of READs in flight at once, all peers together.
+        max_requests_in_flight: READ requests in flight at once, all peers together.
+        max_peer_requests_in_flight: READ requests in flight at once to one peer.
+        max_queued_notifications: Notifications kept for the iterator; older ones are dropped and counted.
+        max_blob_bytes: Largest metadata blob accepted from a peer.
+        hot_seconds: How long the poller laps without a pause after it last saw progress.
+        max_pause: Longest pause between laps while something is in flight or served.
+        idle_tick: Pause between laps while nothing is in flight and nobody is served.
+        migrate_timeout: Deadline of ``migrate`` where the caller gives none.
+        read_timeout: Deadline of ``read`` where the caller gives none.
+        peer_timeout: Deadline for each peer's introduction in ``open`` where the caller gives none.
+        close_timeout: How long ``aclose`` waits for READs in flight before it destroys the agent.
+        settle_timeout: How long a rank that voted waits for the decision before it is in doubt.
+        ping_interval: How often a waiting rank pings whom it waits for.
+        staging_layers: Staging to allocate, in layers (as large as the largest layer one rank can receive).
+        verify: ``"identity"`` checks which expert and weight version each READ brought; ``"off"`` does not.
+        majority_rule: Require a strict majority of the old view for a takeover.
+    """
+
+    secret: bytes | None = field(default=None, repr=False)
+    progress_thread: bool = False
+    use_uvloop: bool = True
+    max_post_bytes: int = 6 * _MIB
+    max_post_descriptors: int = 512
+    max_bytes_in_flight: int = 64 * _MIB
+    max_requests_in_flight: int = 32
+    max_peer_requests_in_flight: int = 8
+    max_queued_notifications: int = 4096
+    max_blob_bytes: int = 4 * _MIB
+    hot_seconds: float = 0.002
+    max_pause: float = 0.001
+    idle_tick: float = 0.05
+    migrate_timeout: float = 120.0
+    read_timeout: float = 30.0
+    peer_timeout: float = 60.0
+    close_timeout: float = 5.0
+    settle_timeout: float = 10.0
+    ping_interval: float = 0.25
+    staging_layers: int = 2
+    verify: Literal["identity", "off"] = "identity"
+    majority_rule: bool = True
+
+    def __post_init__(self) -> None:
+        for name, (lowest, highest) in _RANGES.items():
+            value = getattr(self, name)
+            whole = name == "staging_layers" or (name.startswith("max_") and name != "max_pause")
+            kinds = (int,) if whole else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"setting {name}={value!r} is not {kind} from {lowest} to {highest}")
+        if self.verify not in ("identity", "off"):
+            raise ValueError(f"setting verify={self.verify!r} is not 'identity' or 'off'")
+        if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 16):
+            raise ValueError("setting secret must be bytes, 16 or more of them")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+        """Read settings from ``EPLB_ASYNC_<NAME>`` variables.
+
+        Args:
+            environ: Variables to read; default ``os.environ``.
+            **overrides: Settings given by the caller; they win over variables.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ValueError: A variable names no setting, or its value is malformed or out of range.
+        """
+        values: dict[str, Any] = {}
+        known = {f.name: f for f in fields(cls)}
+        for variable, text in (os.environ if environ is None else environ).items():
+            if not variable.startswith("EPLB_ASYNC_"):
+                continue
+            name = variable.removeprefix("EPLB_ASYNC_").lower()
+            if name not in known:
+                raise ValueError(f"{variable} names no setting; known: {', '.join(sorted(known))}")
+            values[name] = _parse(variable, text, getattr(DEFAULTS, name) if name != "secret" else b"")
+        return cls(**(values | overrides))
+
+
+def _parse(variable: str, text: str, like: object) -> object:
+    try:
+        if isinstance(like, bool):
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
+                text.lower()
+            ]
+        if isinstance(like, bytes):
+            return text.encode()
+        return int(text) if isinstance(like, int) else float(text) if isinstance(like, float) else text
+    except (KeyError, ValueError):
+        shown = "" if isinstance(like, bytes) else f"={text!r}"
+        raise ValueError(f"{variable}{shown} is not a {type(like).__name__}") from None
+
+
+DEFAULTS = Settings()

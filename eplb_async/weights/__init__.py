@@ -1,0 +1,19 @@
+"""The tensors: what can be moved, staging, and the copies that apply a layer."""
+
+from eplb_async.weights.apply import Copier, Copy, CpuCopier, CudaCopier
+from eplb_async.weights.staging import Piece, Staging, make_buffers
+from eplb_async.weights.tensors import ENTRY_NAME, ExpertWeights, WeightsLike, check_entry
+
+__all__ = [
+    "ENTRY_NAME",
+    "Copier",
+    "Copy",
+    "CpuCopier",
+    "CudaCopier",
+    "ExpertWeights",
+    "Piece",
+    "Staging",
+    "WeightsLike",
+    "check_entry",
+    "make_buffers",
+]

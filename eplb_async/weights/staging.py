@@ -1,0 +1,149 @@
+"""Staging: registered receive memory, handed out by layer and taken back when no READ can write it (I-3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from eplb_async.errors import WeightsError
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Staging of one layer: a stretch of the buffer of one memory type.
+
+    Attributes:
+        memory: NIXL's memory type.
+        start: First byte in the buffer.
+        nbytes: Bytes.
+        address: Address of the first byte.
+    """
+
+    memory: str
+    start: int
+    nbytes: int
+    address: int
+
+
+class Staging:
+    """A first-fit allocator over one buffer per memory type.
+
+    A piece given back while a READ may still write it stays held until :attr:`leased` says otherwise: that is
+    quarantine, as the allocator sees it.
+
+    Args:
+        buffers: Flat uint8 tensors by NIXL memory type.
+    """
+
+    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
+        self.buffers = buffers
+        self.leased: Callable[[int, int], bool] = lambda start, end: False
+        self._used: dict[Piece, None] = {}
+        self._held: dict[Piece, None] = {}
+        self._changed = asyncio.Event()
+
+    def try_allocate(self, sizes: dict[str, int]) -> tuple[Piece, ...] | None:
+        """Pieces of the given sizes, or ``None`` if one does not fit now."""
+        self.reclaim()
+        pieces: list[Piece] = []
+        for memory, nbytes in sizes.items():
+            start = self._gap(memory, nbytes, pieces)
+            if start is None:
+                return None
+            pieces.append(Piece(memory, start, nbytes, self.buffers[memory].data_ptr() + start))
+        self._used.update(dict.fromkeys(pieces))
+        return tuple(pieces)
+
+    async def allocate(self, sizes: dict[str, int]) -> tuple[Piece, ...]:
+        """Wait until pieces of the given sizes are free."""
+        while (pieces := self.try_allocate(sizes)) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return pieces
+
+    def free(self, pieces: tuple[Piece, ...]) -> None:
+        """Give pieces back; those that a READ may still write stay held until it has ended."""
+        for piece in pieces:
+            if self._used.pop(piece, 0) is None and self.leased(piece.address, piece.address + piece.nbytes):
+                self._held[piece] = None
+        self._changed.set()
+
+    def reclaim(self) -> int:
+        """Take back held pieces whose READs have ended; returns the bytes still held."""
+        for piece in list(self._held):
+            if not self.leased(piece.address, piece.address + piece.nbytes):
+                del self._held[piece]
+        return sum(piece.nbytes for piece in self._held)
+
+    def wake(self) -> None:
+        """Have waiting allocations look again: a lease has ended."""
+        self._changed.set()
+
+    def fits(self, sizes: dict[str, int]) -> bool:
+        """Whether pieces of these sizes could be had if nothing but held memory were in the way."""
+        self.reclaim()
+        return all(
+            self._gap(memory, nbytes, [], only_held=True) is not None for memory, nbytes in sizes.items()
+        )
+
+    def view(self, piece: Piece, offset: int, rows: int, row_bytes: int) -> torch.Tensor:
+        """Part of a piece as byte rows, uint8 ``[rows, row_bytes]``."""
+        start = piece.start + offset
+        return self.buffers[piece.memory][start : start + rows * row_bytes].view(rows, row_bytes)
+
+    def _gap(self, memory: str, nbytes: int, extra: list[Piece], *, only_held: bool = False) -> int | None:
+        buffer = self.buffers.get(memory)
+        taken = [*self._held, *(() if only_held else self._used), *extra]
+        at = 0
+        for piece in sorted((p for p in taken if p.memory == memory), key=lambda p: p.start):
+            if piece.start - at >= nbytes:
+                return at
+            at = -(-(piece.start + piece.nbytes) // ALIGNMENT) * ALIGNMENT
+        if buffer is None:
+            return 0 if not nbytes else None
+        return at if buffer.numel() - at >= nbytes else None
+
+
+def make_buffers(
+    given: int | torch.Tensor | None, needed: dict[str, int], devices: dict[str, torch.device], layers: int
+) -> dict[str, torch.Tensor]:
+    """Allocate staging, or take the caller's.
+
+    Args:
+        given: Bytes, or the caller's own flat uint8 buffer; ``None`` for ``layers`` times what is needed.
+        needed: Bytes of the largest layer one rank can receive, by memory type.
+        devices: Device of each memory type.
+        layers: Layers to hold by default.
+
+    Raises:
+        WeightsError: It is smaller than the largest layer one rank can receive; names the bytes.
+    """
+    buffers = {}
+    for memory, nbytes in needed.items():
+        device = devices[memory]
+        if isinstance(given, torch.Tensor) and given.device.type == device.type:
+            if given.dtype is not torch.uint8 or given.dim() != 1 or not given.is_contiguous():
+                raise WeightsError("staging must be a flat, contiguous uint8 tensor")
+            buffer = given
+        else:
+            main = len(needed) == 1 or memory == "VRAM"
+            size = given if isinstance(given, int) and main else max(1, nbytes) * layers
+            if size < nbytes:
+                raise _too_small(size, nbytes, memory)
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer.zero_()  # fault the pages in now, not under the first READ
+        if buffer.numel() < nbytes:
+            raise _too_small(buffer.numel(), nbytes, memory)
+        buffers[memory] = buffer
+    return buffers
+
+
+def _too_small(size: int, nbytes: int, memory: str) -> WeightsError:
+    return WeightsError(
+        f"staging of {size} bytes ({memory}) is smaller than the largest layer one rank can receive, {nbytes} bytes"
+    )
