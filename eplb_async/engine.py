@@ -281,6 +281,7 @@ class _Submission:
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._engine._tasks.discard(task)
+        self._engine._submissions.discard(self)  # it holds the awaiting task, whose loop may be closed
         error = None if task.cancelled() else task.exception()
         if self._loop is self._engine.loop:
             self._deliver(task, error)

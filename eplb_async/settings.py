@@ -72,7 +72,7 @@ class Settings:
     max_blob_bytes: int = 4 * _MIB
     hot_seconds: float = 0.002
     max_pause: float = 0.001
-    idle_tick: float = 0.05
+    idle_tick: float = 0.2
     migrate_timeout: float = 120.0
     read_timeout: float = 30.0
     peer_timeout: float = 60.0

@@ -101,7 +101,9 @@ class Zygote:
             raise TimeoutError(f"the zygote did not import NIXL within {START_SECONDS} s")
         self._pipe.recv()
 
-    def start(self, file: str | Path, function: str, *args: Any, pipes: tuple[Connection, ...] = ()) -> Process:
+    def start(
+        self, file: str | Path, function: str, *args: Any, pipes: tuple[Connection, ...] = ()
+    ) -> Process:
         """Fork a process that runs ``function(pipe, *pipes, *args)`` of a file, then exits as an interpreter does."""
         ours, theirs = Pipe()
         self._pipe.send(("start", str(file), function, args, 1 + len(pipes)))
@@ -230,6 +232,8 @@ def _serve(fd: int) -> None:
 def _run(pipes: list[Connection], file: str, function: str, args: tuple[Any, ...]) -> None:
     try:
         answer = getattr(load(file), function)(*pipes, *args)
+    except SystemExit:
+        raise
     except BaseException:
         answer = {_FAILED: "in the process:\n" + traceback.format_exc()}
     with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ from eplb_async.settings import Settings
 from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
 
 _log = logging.getLogger("eplb_async.communicator")
-_WATCH_SECONDS = 0.5
+_WATCH_SECONDS = 1.0
 
 
 class AsyncEplbCommunicator:
@@ -38,7 +38,7 @@ class AsyncEplbCommunicator:
     """
 
     def __init__(
-        self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous
+        self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous | None
     ) -> None:
         self._engine = engine
         self._session = session

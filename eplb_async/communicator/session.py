@@ -143,7 +143,8 @@ class Session:
             planned_seconds=planned,
             make_run=self._make_run,
         )
-        timer = loop.call_at(deadline, self._expire, attempt, timeout)
+        # READs share the deadline; a lap later, so that one which is overdue is this rank's own cause.
+        timer = loop.call_at(deadline + 2 * self.settings.max_pause, self._expire, attempt, timeout)
         try:
             self.driver.begin(attempt, self._digests(wanted))
             return await asyncio.shield(attempt.result)
@@ -338,7 +339,7 @@ class Session:
         fresh = self._make_endpoint(successor)
         try:
             for member in list(self._roster):
-                if not member.peer.gone and member.rank in self.driver.protocol.members:
+                if not member.peer.gone:  # excluded ones too: who speaks up later must be told that it is out
                     peer = fresh.add_peer(member.peer.blob)
                     self._roster.put(replace(member, peer=peer))
         except BaseException:
@@ -351,13 +352,15 @@ class Session:
         self.recycled += 1
         with fresh.serving():
             introduction = messages.Introduce(blob=self._introducer.blob(fresh))
-            met = await asyncio.gather(
-                *(self._introduce_anew(m, introduction) for m in self._roster if not m.peer.gone)
-            )
+            known = [member for member in self._roster if not member.peer.gone]
+            for member in known:
+                self.driver.send(member.rank, introduction)
+            awaited = [member for member in known if member.rank in self.driver.protocol.members]
+            met = await asyncio.gather(*(self._met(member) for member in awaited))
+        silent = [member.rank for member, answered in zip(awaited, met, strict=True) if not answered]
         left = old.destroy()
         self._retiring = None
         self._staging.wake()
-        silent = [rank for rank in met if rank is not None]
         for rank in silent:
             self.driver.degraded.setdefault(rank, "did not answer our new incarnation")
         _log.warning(
@@ -368,14 +371,13 @@ class Session:
             silent,
         )
 
-    async def _introduce_anew(self, member: Member, introduction: messages.Introduce) -> int | None:
-        self.driver.send(member.rank, introduction)
+    async def _met(self, member: Member) -> bool:
         try:
             async with asyncio.timeout(_MEET_SECONDS):
                 await self._introducer.met(member)
         except TimeoutError:
-            return member.rank
-        return None
+            return False
+        return True
 
     def _check_open(self) -> None:
         if self.driver.over:

@@ -76,8 +76,14 @@ class Member:
         self._leave_if_alone()
         if self._over:
             return
-        if not view.settled and view.owner not in (self.rank, -1) and not view.gone & bit(view.owner):
-            self._send(view.owner, self._state())
+        if not view.settled and view.owner != self.rank:
+            if not view.gone & bit(view.owner):
+                self._send(view.owner, self._state())
+            elif view.opener not in (
+                -1,
+                self.rank,
+            ):  # who may have opened a lower term before, and wait for us
+                self._send(view.opener, messages.Term(term=view.promised, sender=self.rank))
         self._try_view()
 
     def _fence(self, rank: int) -> None:
@@ -191,6 +197,10 @@ class Member:
         if not view.members & bit(sender):
             self._fence(sender)
             raise Ignored("foreign")
+        if view.gone & bit(
+            sender
+        ):  # it can never agree; answering would only set two openers against each other
+            raise Ignored("gone")
         if message.term <= view.promised:
             if message.term < view.promised:
                 self._send(sender, messages.Term(term=view.promised, sender=self.rank))

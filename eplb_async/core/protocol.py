@@ -35,7 +35,9 @@ decided is undone).
 
 Beyond the rules' own words: the coordinator is never in doubt about its own decision. Losing its majority is
 a reason for it to give up like any other, and END, which it may still send, is final in its term. A
-``Migrate`` while the view changes is ended by the new view, because its digests speak of the old one.
+``Migrate`` while the view changes is ended by the new view, because its digests speak of the old one. VIEW of
+a rank known gone is not answered: it could never agree, and two openers would outbid each other for ever. Who
+had promised to an opener that then died tells the next one so (TERM), which may wait with a lower term.
 """
 
 from __future__ import annotations
@@ -239,7 +241,7 @@ class Protocol(Member):
             raise ValueError(f"staged up to {upto} with holds {holds}: there are {self.num_layers} layers")
         part, view = self._part, self._view
         # Rule 3: no vote after a promise, or once out was asked for (I-19: a vote can be counted on).
-        if part.phase is not Phase.OPEN or not view.settled or upto <= part.prepared:
+        if part.phase is not Phase.OPEN or not view.accepts(view.installed) or upto <= part.prepared:
             return
         part.vote(upto, holds or (0,) * self.num_layers)
         self._send(
@@ -368,8 +370,7 @@ class Protocol(Member):
                     self._on_ping(message)
                 case messages.Pong():
                     view.suspects &= ~bit(sender)
-                case _ if message.term != view.installed or not view.settled:
-                    # Rule 7, the promise.
+                case _ if not view.accepts(message.term):
                     raise Ignored("stale" if message.term < view.promised else "early")
                 case messages.Join() | messages.AbortRequest() | messages.Prepared():
                     self._on_bookkeeping(message)

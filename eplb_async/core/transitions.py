@@ -18,8 +18,8 @@ _IDLE, _JOINED, _OPEN, _SETTLING = Phase.IDLE, Phase.JOINED, Phase.OPEN, Phase.S
 _DOUBT, _CLOSED, _FENCED = Phase.IN_DOUBT, Phase.CLOSED, Phase.FENCED
 _ACTIVE = (_JOINED, _OPEN, _SETTLING, _DOUBT)
 _LIVE = (_IDLE, *_ACTIVE)
-_MEMBERSHIP = (events.Gone, messages.Leave, messages.Ping, messages.State, messages.Term, messages.View)
-"""What may complete a view that this rank opened."""
+_NEWS = (events.Gone, messages.Leave, messages.Ping, messages.View)
+"""What tells of members that are gone or close."""
 
 
 class InvariantViolation(AssertionError):  # noqa: N818 - it names what happened
@@ -56,12 +56,13 @@ ROWS = (
     Row((_JOINED, _OPEN), (events.Gone,), (_IDLE,), "no vote outstanding and no majority left: out at once"),
     Row((_OPEN, _SETTLING), (events.Gone,), (_DOUBT,), "a vote is outstanding and no majority is left"),
     Row((_SETTLING,), (events.Tick,), (_DOUBT,), "neither END nor a new view in time"),
-    Row(_ACTIVE, _MEMBERSHIP, (_IDLE,), "this rank installs a new view"),
+    Row(_ACTIVE, (*_NEWS, messages.State), (_IDLE,), "this rank installs a new view"),
     Row(_ACTIVE, (messages.Install,), (_IDLE,), "INSTALL"),
     Row(_LIVE, (messages.Install,), (_FENCED,), "the others went on without this rank"),
-    Row(_LIVE, _MEMBERSHIP, (_FENCED,), "a member answers from a newer view without this rank"),
-    Row(_LIVE, (messages.Install,), (_CLOSED,), "closing: the view of those who stay"),
-    Row(_LIVE, (events.Close, *_MEMBERSHIP), (_CLOSED,), "closing: nobody stays"),
+    Row(_LIVE, (*_NEWS, messages.State), (_FENCED,), "a member answered from a newer view without this rank"),
+    Row(_LIVE, (events.Close,), (_CLOSED,), "nobody else stays"),
+    Row((_IDLE, _SETTLING, _DOUBT), (messages.Install,), (_CLOSED,), "closing: the view of those who stay"),
+    Row((_IDLE, _SETTLING, _DOUBT), _NEWS, (_CLOSED,), "closing: nobody else stays"),
 )
 
 TABLE: dict[tuple[Phase, Kind], dict[Phase, str]] = {}

@@ -97,6 +97,10 @@ class View:
         """Whether no newer term is promised than the one installed."""
         return self.promised == self.installed
 
+    def accepts(self, term: int) -> bool:
+        """Whether something of this term may still be heard or said: the promise of rule 7."""
+        return term == self.installed == self.promised
+
     @property
     def remaining(self) -> int:
         """Members not known gone: those who must answer before the next view."""

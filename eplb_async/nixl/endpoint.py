@@ -33,12 +33,13 @@ from eplb_async.errors import (
 )
 from eplb_async.nixl.card import seal, unseal
 from eplb_async.nixl.native import Descriptors, Extent, Native, State
-from eplb_async.nixl.poller import Poller
+from eplb_async.nixl.poller import Poller, Progress
 from eplb_async.nixl.regions import Coverage, Intervals, Leases, Rows, extent_of, intervals_of
 from eplb_async.nixl.transfer import Fate, Origin, Transfer
 from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.agent")
+_STALE_SECONDS = 0.05
 NativeFactory = Callable[[str, Settings], Native]
 
 
@@ -133,6 +134,7 @@ class Endpoint:
         self._memory: dict[str, Any] = {}
         self._coverage = Coverage(())
         self._changed: asyncio.Event = asyncio.Event()
+        self._last_end = 0.0
         self.native = native(name, settings)
         engine.keep(self.native)
         self.poller = Poller(self._lap, self._is_active, settings)
@@ -341,6 +343,7 @@ class Endpoint:
             raise transfer.explain(error, loop.time()) from error.__cause__
         self._see(transfer, state)
         if transfer.fate is Fate.ACTIVE:
+            self._last_end = now
             self.poller.wake()
         elif transfer.error is not None:
             raise transfer.error
@@ -457,23 +460,33 @@ class Endpoint:
         return names
 
     # --------------------------------------------------------------------------------------------- within
-    def _lap(self) -> bool:
+    def _lap(self) -> Progress:
         if self.closed:
-            return False
+            return Progress.NONE
         self.native.moved = False
         arrived = self.native.notifications()
         for peer, message in arrived:
             self._on_notification(peer, message)
         progressed = bool(arrived)
-        for transfer in list(self._transfers):
+        now = self.engine.loop.time()
+        # Nothing has ended for long: ask one after the other, a lap each, or many READs on a stopped peer cost
+        # that many polls a lap. Progress is made for all of them by the call above.
+        stale = now - self._last_end > _STALE_SECONDS and not self.native.moved
+        turn = self.poller.laps % max(1, len(self._transfers))
+        for i, transfer in enumerate(list(self._transfers)):
             if not transfer.pollable or transfer.handle is None:
+                continue
+            if stale and i != turn and not (transfer.fate is Fate.ACTIVE and now >= transfer.deadline):
                 continue
             try:
                 self._see(transfer, self.native.check(transfer.handle))
             except NixlTransferFailed as error:
                 self._failed(transfer, error)
             progressed |= transfer.fate is Fate.ENDED
-        return progressed or self.native.moved
+        if progressed:
+            self._last_end = now
+            return Progress.SURE
+        return Progress.MAYBE if self.native.moved else Progress.NONE
 
     def _see(self, transfer: Transfer, state: State) -> None:
         now = self.engine.loop.time()

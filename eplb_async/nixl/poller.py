@@ -9,11 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
+from enum import IntEnum
 
 from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.poller")
+
+
+class Progress(IntEnum):
+    """What a lap saw."""
+
+    NONE = 0
+    MAYBE = 1
+    """A poll took long: it moved bytes, or its caches were cold after a pause."""
+    SURE = 2
+    """A completion or a notification."""
 
 
 class Pacing:
@@ -26,35 +38,40 @@ class Pacing:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._last = 0.0
+        self._paused = False
 
-    def after(self, now: float, *, progressed: bool, active: bool) -> float:
+    def after(self, now: float, *, progress: Progress, active: bool) -> float:
         """Seconds to pause; 0 means: yield to the loop and lap again.
 
         Args:
             now: Monotonic seconds.
-            progressed: The lap saw a completion, a notification or bytes moving.
+            progress: What the lap saw. ``MAYBE`` right after a pause earns one more lap, which tells.
             active: Something is in flight, or somebody may read from us.
         """
-        if progressed:
+        look_again = progress is Progress.MAYBE and active and self._paused
+        if progress is Progress.SURE or (progress is Progress.MAYBE and active and not self._paused):
             self._last = now
         quiet = now - self._last
-        if quiet < self._settings.hot_seconds:
-            return 0.0
-        if not active:
-            return self._settings.idle_tick
-        return self._settings.max_pause * (1 if quiet < 0.1 else 2)
+        if look_again or quiet < self._settings.hot_seconds:
+            pause = 0.0
+        elif not active:
+            pause = self._settings.idle_tick
+        else:
+            pause = self._settings.max_pause * (1 if quiet < 0.1 else 2)
+        self._paused = pause > 0
+        return pause
 
 
 class Poller:
     """Laps until told to stop.
 
     Args:
-        lap: One round of native polls; returns whether there was progress.
+        lap: One round of native polls; returns what it saw.
         active: Whether something is in flight or served.
         settings: Pace.
     """
 
-    def __init__(self, lap: Callable[[], bool], active: Callable[[], bool], settings: Settings) -> None:
+    def __init__(self, lap: Callable[[], Progress], active: Callable[[], bool], settings: Settings) -> None:
         self._lap = lap
         self._active = active
         self._pacing = Pacing(settings)
@@ -78,14 +95,15 @@ class Poller:
         """Lap until stopped. An error in one lap is logged; the poller itself never dies of it."""
         loop = asyncio.get_running_loop()
         while not self._stopped:
-            progressed, self._woken = self._woken, False
+            progress, self._woken = Progress.SURE if self._woken else Progress.NONE, False
             self.laps += 1
             try:
-                progressed |= self._lap()
+                progress = max(progress, self._lap())
             except Exception:
                 _log.exception("a poller lap failed; polling goes on")
-            pause = self._pacing.after(loop.time(), progressed=progressed, active=self._active())
+            pause = self._pacing.after(loop.time(), progress=progress, active=self._active())
             if pause <= 0 or self._woken:
+                os.sched_yield()  # others may need this core to make the progress we look for
                 await asyncio.sleep(0)
             else:
                 await self._pause(loop, pause)

@@ -54,6 +54,7 @@ def _knock(family: socket.AddressFamily, address: str, port: int, *, limit: floa
 
 
 def find_addresses(host: str, port: int) -> Sequence[Address]:
+    """Look a host up, IPv4 first; ``HandshakeError`` where it has no address."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -65,10 +66,12 @@ def find_addresses(host: str, port: int) -> Sequence[Address]:
 
 
 def all_loopback(addresses: Sequence[Address]) -> bool:
+    """Whether a host is this machine and nothing else."""
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for _, address in addresses)
 
 
 def require_secret(host: str, addresses: Sequence[Address], secret: bytes | None) -> None:
+    """Raise ``HandshakeError`` for a host that is not loopback, unless there is a secret worth the name."""
     if all_loopback(addresses) or (secret is not None and len(secret) >= MIN_SECRET):
         return
     have = (
@@ -78,14 +81,16 @@ def require_secret(host: str, addresses: Sequence[Address], secret: bytes | None
     )
     raise HandshakeError(
         f"refusing the rendezvous host {host!r}: it is not loopback and {have}, so anybody on the network "
-        "could join as a peer and read this process's memory. Set the same EPLB_ASYNC_SECRET on every rank, e.g. "
-        'export EPLB_ASYNC_SECRET="$(openssl rand -hex 32)", and keep the network isolated'
+        "could join as a peer and read this process's memory. Set the same EPLB_ASYNC_SECRET on every "
+        'rank, e.g. export EPLB_ASYNC_SECRET="$(openssl rand -hex 32)", and keep the network isolated'
     )
 
 
 def tcp_url(host: str, port: int) -> str:
+    """The URL of a host and port."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def first_line(error: BaseException) -> str:
+    """What an error says, without the stack trace that torch appends."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -155,7 +155,7 @@ class _Meeting:
                     self._collect()
                     if self.met_at is None and blob is not None and blob != self._tried:
                         await self._cancel()
-                        if self.met_at is not None:
+                        if self._is_met():
                             break
                         if self._tried is not None:
                             logger.info("rank %d has published a newer introduction", self.peer)
@@ -205,6 +205,9 @@ class _Meeting:
             return None
         self._answered, self._trouble = True, None
         return blob
+
+    def _is_met(self) -> bool:
+        return self.met_at is not None
 
     async def _try(self, blob: bytes) -> Exception | None:
         try:

@@ -32,13 +32,14 @@ def open_private(path: Path) -> int:
 
 
 def require_private(path: Path, fd: int) -> None:
+    """Raise ``HandshakeError`` unless the open file is regular, ours, and closed to everybody else."""
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         why = "it is not a regular file; choose another path"
     elif info.st_uid != os.geteuid():
         why = f"it belongs to user {info.st_uid}, not to {os.geteuid()}; whoever owns it could forge peers"
     elif info.st_mode & 0o077:
-        why = f"its mode is {stat.S_IMODE(info.st_mode):04o}, so others could forge peers; chmod 600 or remove it"
+        why = f"its mode is {stat.S_IMODE(info.st_mode):04o}, so others could forge peers; chmod 600 it"
     else:
         return
     raise HandshakeError(f"refusing the rendezvous file {path}: {why}")

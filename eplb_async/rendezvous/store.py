@@ -20,6 +20,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as CallTimeout
 from contextlib import suppress
@@ -165,8 +166,8 @@ class TcpRendezvous(StoreRendezvous):
                 raise HandshakeError(
                     f"cannot host the rendezvous on {tcp_url(host, port)}: {error.strerror or error}; if the "
                     "port is taken, stop the process that has it (an earlier run?), or choose another on all "
-                    "ranks (port 0 picks a free one and logs it); if the address is not this machine's, rank 0 "
-                    "must run where it is"
+                    "ranks (port 0 picks a free one and logs it); if the address is not this machine's, rank "
+                    "0 must run where it is"
                 ) from error
             port = int(listener.getsockname()[1])
             store = _open_store(
@@ -207,23 +208,23 @@ class FileRendezvous(StoreRendezvous):
     def __init__(self, path: str | os.PathLike[str], *, timeout: float = 60.0) -> None:
         self._path = Path(path).absolute()
         self._fd = open_private(self._path)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
         try:
             store = _open_file_store(self._path, timeout)
         except BaseException:
-            os.close(self._fd)
+            self._close_fd()
             raise
         super().__init__(store, timeout=timeout, url=f"file://{self._path}", trusted=True)
 
     def close(self) -> None:
         """Let go of the file, which stays."""
-        if self._fd < 0:
+        if not self._close_fd.alive:
             return
         gone = not os.path.lexists(self._path)
         super().close()
         if gone:  # FileStore's destructor has made it again, only to count itself out
             self._path.unlink(missing_ok=True)
-        os.close(self._fd)
-        self._fd = -1
+        self._close_fd()
 
     def _precheck(self) -> None:
         try:

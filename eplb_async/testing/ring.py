@@ -89,6 +89,7 @@ class Face(NamedTuple):
     attempt: int
     wakeup: bool
     has_majority: bool
+    may_vote: bool
 
 
 class State(NamedTuple):
@@ -222,7 +223,7 @@ class Ring:
         done = _STAGED if body.reads[layer] == _FLYING else _RUINED
         self._put_body(rank, body._replace(reads=_put(body.reads, layer, done)))
         face = self.face(rank)
-        if face.phase is Phase.OPEN and face.term == face.promised:
+        if face.phase is Phase.OPEN and face.may_vote:
             self._put_body(rank, self.body(rank)._replace(voted=(face.term, face.epoch, layer + 1)))
         self._feed(rank, events.Staged(layer + 1, holds))
 
@@ -332,7 +333,7 @@ class Ring:
                 yield Move("ping", (rank,))
             if left["cuts"]:
                 for other in alive:
-                    if rank < other and not self._is_cut(rank, other):
+                    if rank < other and not self.is_cut(rank, other):
                         yield Move("cut", (rank, other), helpful=False)
         yield from self._traffic(left["duplicates"] > 0)
 
@@ -374,10 +375,11 @@ class Ring:
         return (
             not self.state.bodies[other].alive
             or self.face(other).phase is Phase.CLOSED
-            or self._is_cut(rank, other)
+            or self.is_cut(rank, other)
         )
 
-    def _is_cut(self, a: int, b: int) -> bool:
+    def is_cut(self, a: int, b: int) -> bool:
+        """Whether the link between two ranks is lost."""
         return bool(self.state.cut >> (a * self.ep_size + b) & 1)
 
     def _silent(self, rank: int) -> bool:
@@ -387,12 +389,25 @@ class Ring:
     # ---------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
-        """Raises `Violation` if two ranks that count are of different minds (I-7)."""
+        """Raises `Violation` if two ranks that count are of different minds (I-7), or in two views."""
+        if self.state.cut and not self.state.used[_USES.index("exclusions")]:
+            self._check_one_view()
         live = [r for r in self.alive() if not self.is_excluded(r)]
         for i, a in enumerate(live):
             for b in live[i + 1 :]:
                 self._check_pair(a, b)
                 self._check_pair(b, a)
+
+    def _check_one_view(self) -> None:
+        """Behind cut links, two views that are both installed on all their members would go on apart."""
+        whole = {}
+        for rank in self.alive():
+            face = self.face(rank)
+            members = [q for q in range(self.ep_size) if face.members >> q & 1 and self.body(q).alive]
+            if all(self.face(q).term == face.term == self.face(q).promised for q in members):
+                whole[face.term] = face.members
+        if len(whole) > 1:
+            raise Violation(f"I-7: two views at once, by term: {whole}")
 
     def _check_pair(self, a: int, b: int) -> None:
         term, epoch, upto = self.body(a).ended
@@ -411,7 +426,7 @@ class Ring:
         """Whether all who are alive are idle in one view of exactly them, and nothing is under way."""
         alive = self.alive()
         members = sum(1 << r for r in alive)
-        if any(self._is_cut(a, b) for a in alive for b in alive):
+        if any(self.is_cut(a, b) for a in alive for b in alive):
             return False
         for rank in alive:
             face = self.face(rank)
@@ -481,7 +496,7 @@ class Ring:
         queues = list(self.state.queues)
         hears = set(self.alive())
         for to, message in sends:
-            if to in hears and not self._is_cut(rank, to):
+            if to in hears and not self.is_cut(rank, to):
                 queues[rank * n + to] = (*queues[rank * n + to], message)
         self.state = self.state._replace(queues=tuple(queues))
 
@@ -524,7 +539,8 @@ class Ring:
         for member in range(self.ep_size):
             if face.members >> member & 1:
                 term, epoch, upto = self.body(member).voted
-                if (term, epoch) != (face.term, commit.epoch) or upto < commit.upto:
+                this = (face.term, commit.epoch)  # who has voted in a later one has ended this one
+                if (term, epoch) < this or ((term, epoch) == this and upto < commit.upto):
                     raise Violation(
                         f"I-19: rank {rank} commits {commit.upto}, rank {member} prepared {upto} of {epoch}"
                     )
@@ -592,6 +608,7 @@ def _face(protocol: Protocol) -> Face:
         attempt=protocol.attempt,
         wakeup=protocol.next_wakeup is not None,
         has_majority=protocol.has_majority,
+        may_vote=protocol._view.accepts(protocol.term),
     )
 
 

@@ -1,0 +1,362 @@
+"""Real ranks: one process each, real NIXL, driven over pipes and killed or stopped by pid.
+
+Every byte of the weights says which layer, tensor and expert it belongs to, so a rank can say how many of its
+bytes are not what a placement calls for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from eplb_async.communicator import AsyncEplbCommunicator
+from eplb_async.core.placement import Placement
+from eplb_async.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What each rank opens.
+
+    Attributes:
+        placement: Where the experts are at first.
+        rendezvous: URL.
+        row_bytes: Bytes of an expert row in each tensor.
+        transport: ``"auto"`` or ``"tcp"``.
+        loop: ``"uvloop"`` or ``"asyncio"``.
+        settings: Settings by name.
+        timeout: Seconds for ``open``.
+        method: ``"forkserver"`` starts in a tenth of the time, since torch is imported once; ``"spawn"`` runs a
+            whole interpreter, its exit included.
+    """
+
+    placement: Placement
+    rendezvous: str
+    row_bytes: tuple[int, ...] = (4096, 1024)
+    transport: str = "auto"
+    loop: str = "asyncio"
+    settings: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 60.0
+    method: str = "forkserver"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that a rank's call raised.
+
+    Attributes:
+        kind: Class name.
+        bases: Names of all its classes.
+        text: ``str()`` of it.
+        parts: Its attributes.
+    """
+
+    kind: str
+    bases: tuple[str, ...]
+    text: str
+    parts: dict[str, Any]
+
+
+class PatternWeights:
+    """Weights ``[layers][tensors]`` uint8 ``[slots, row_bytes]`` whose rows can be checked against a placement."""
+
+    def __init__(self, placement: Placement, rank: int, row_bytes: Sequence[int]) -> None:
+        self.rank = rank
+        self.row_bytes = tuple(row_bytes)
+        shape = placement.num_layers, placement.num_local_experts
+        self.layers = [
+            [torch.zeros(shape[1], nbytes, dtype=torch.uint8) for nbytes in row_bytes]
+            for _ in range(shape[0])
+        ]
+        for layer, tensor, slot, expert in self._slots(placement):
+            self.layers[layer][tensor][slot] = torch.from_numpy(self.expected(layer, tensor, expert))
+
+    def expected(self, layer: int, tensor: int, expert: int) -> np.ndarray[Any, Any]:
+        """The bytes of one row, uint8 ``[row_bytes]``."""
+        start = np.uint64(((layer * 1009 + tensor) * 1_000_003 + expert + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
+        words = -(-self.row_bytes[tensor] // 8)
+        values = (np.arange(words, dtype=np.uint64) + start) * np.uint64(0xBF58476D1CE4E5B9)
+        return (values ^ (values >> np.uint64(29))).view(np.uint8)[: self.row_bytes[tensor]]
+
+    def wrong_bytes(self, placement: Placement) -> int:
+        """Bytes that differ from what the placement says; empty slots may hold anything."""
+        return sum(
+            int((self.layers[layer][tensor][slot].numpy() != self.expected(layer, tensor, expert)).sum())
+            for layer, tensor, slot, expert in self._slots(placement)
+        )
+
+    def pointers(self) -> list[int]:
+        """Storage addresses of all tensors."""
+        return [tensor.data_ptr() for layer in self.layers for tensor in layer]
+
+    def _slots(self, placement: Placement) -> Iterable[tuple[int, int, int, int]]:
+        for layer, slots in enumerate(placement.local(self.rank).tolist()):
+            for slot, expert in enumerate(slots):
+                if expert >= 0:
+                    for tensor in range(len(self.row_bytes)):
+                        yield layer, tensor, slot, expert
+
+
+class RankProcesses:
+    """N real ranks of one group on this machine.
+
+    Args:
+        spec: What each opens.
+        open_now: Whether to open all of them on entering.
+    """
+
+    def __init__(self, spec: Spec, *, open_now: bool = True) -> None:
+        self.spec = spec
+        self._open_now = open_now
+        self._processes: dict[int, Any] = {}
+        self._pipes: dict[int, Connection] = {}
+
+    def __enter__(self) -> RankProcesses:
+        try:
+            for rank in range(self.spec.placement.ep_size):
+                self.start(rank)
+            if self._open_now:
+                self.all("open")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for rank, process in self._processes.items():
+            if process.is_alive():
+                self.resume(rank)
+            self._pipes[rank].close()
+        deadline = time.monotonic() + 15
+        for process in self._processes.values():
+            process.join(max(0.1, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(10)
+
+    def start(self, rank: int) -> None:
+        """Start a rank's process, also anew after it died."""
+        context = multiprocessing.get_context(self.spec.method)
+        context.set_forkserver_preload([__name__])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_main, args=(rank, self.spec, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[rank], self._pipes[rank] = process, ours
+
+    def pid(self, rank: int) -> int:
+        """A rank's process id."""
+        return int(self._processes[rank].pid)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL."""
+        os.kill(self.pid(rank), signal.SIGKILL)
+
+    def stop(self, rank: int) -> None:
+        """SIGSTOP."""
+        os.kill(self.pid(rank), signal.SIGSTOP)
+
+    def resume(self, rank: int) -> None:
+        """SIGCONT."""
+        os.kill(self.pid(rank), signal.SIGCONT)
+
+    def exit_code(self, rank: int, timeout: float = 30.0) -> int | None:
+        """Wait for a rank's process to end."""
+        self._processes[rank].join(timeout)
+        code: int | None = self._processes[rank].exitcode
+        return code
+
+    def send(self, rank: int, command: str, *args: Any) -> None:
+        """Start a command on a rank; :meth:`receive` its answer."""
+        self._pipes[rank].send((command, args))
+
+    def receive(self, rank: int, timeout: float = 60.0) -> Any:
+        """The answer to the oldest command that has none yet: a value, or a :class:`Failure`.
+
+        Raises:
+            TimeoutError: None came.
+        """
+        if not wait([self._pipes[rank]], timeout):
+            raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            raise TimeoutError(f"rank {rank} is dead, exit code {self.exit_code(rank, 5)}") from None
+
+    def call(self, rank: int, command: str, *args: Any, timeout: float = 60.0) -> Any:
+        """Run a command on a rank and return its answer."""
+        self.send(rank, command, *args)
+        return self.receive(rank, timeout)
+
+    def all(
+        self, command: str, *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0
+    ) -> list[Any]:
+        """Run a command on several ranks at once; a failure is raised, naming the rank."""
+        chosen = list(self._processes) if ranks is None else list(ranks)
+        for rank in chosen:
+            self.send(rank, command, *args)
+        answers = [self.receive(rank, timeout) for rank in chosen]
+        for rank, answer in zip(chosen, answers, strict=True):
+            if isinstance(answer, Failure):
+                raise AssertionError(f"rank {rank}, {command}: {answer.kind}: {answer.text}")
+        return answers
+
+
+class _Rank:
+    """Commands of one rank's process. Each answers once; ``migrate`` may be cancelled by ``cancel``."""
+
+    def __init__(self, rank: int, spec: Spec) -> None:
+        self.rank = rank
+        self.spec = spec
+        self.rows = PatternWeights(spec.placement, rank, spec.row_bytes)
+        self.pointers = self.rows.pointers()
+        self.comm: AsyncEplbCommunicator | None = None
+        self.running: asyncio.Task[Any] | None = None
+
+    @property
+    def opened(self) -> AsyncEplbCommunicator:
+        assert self.comm is not None, "not opened"
+        return self.comm
+
+    async def open(self) -> None:
+        self.comm = await AsyncEplbCommunicator.open(
+            rank=self.rank,
+            ep_size=self.spec.placement.ep_size,
+            weights=self.rows.layers,
+            placement=self.spec.placement,
+            rendezvous=self.spec.rendezvous,
+            settings=Settings(**self.spec.settings),
+            timeout=self.spec.timeout,
+        )
+
+    async def migrate(self, placement: Placement, timeout: float) -> dict[str, Any]:
+        self.running = asyncio.ensure_future(self.opened.migrate(placement, timeout=timeout))
+        return asdict(await self.running)
+
+    async def cancel(self) -> int:
+        """Cancel the running migration; answers how many turns of the loop it took to end."""
+        assert self.running is not None
+        self.running.cancel()
+        turns = 0
+        while not self.running.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    async def reading(self) -> None:
+        """Answer when a READ of this rank is in flight."""
+        while not self.opened.health().reads_in_flight:
+            await asyncio.sleep(0)
+
+    async def phase(self, phase: str) -> None:
+        """Answer when this rank is in a phase."""
+        while self.opened.health().phase != phase:
+            await asyncio.sleep(0.001)
+
+    async def check(self, placement: Placement | None = None) -> int:
+        """Wrong bytes, against a placement or the one the communicator says is true."""
+        wanted = self.opened.placement if placement is None else placement
+        assert self.rows.pointers() == self.pointers, "a storage pointer changed"
+        return self.rows.wrong_bytes(wanted)
+
+    async def placement(self) -> Placement:
+        return self.opened.placement
+
+    async def health(self) -> dict[str, Any]:
+        return asdict(self.opened.health())
+
+    async def exclude(self, rank: int) -> None:
+        await self.opened.exclude(rank)
+
+    async def block(self, seconds: float, times: int) -> None:
+        """Block the user's loop, again and again, as a server's forward passes do."""
+        for _ in range(times):
+            time.sleep(seconds)  # noqa: ASYNC251
+            await asyncio.sleep(0.001)
+
+    async def move_weights(self) -> None:
+        """Give the first tensor new storage, as a reload does."""
+        tensor = self.rows.layers[0][0]
+        tensor.data = tensor.data.clone()
+        self.pointers = self.rows.pointers()
+
+    async def rebind(self) -> None:
+        await self.opened.rebind()
+
+    async def close(self) -> tuple[str, ...]:
+        return await self.opened.aclose()
+
+    async def leave(self) -> None:
+        """End the interpreter with whatever is running."""
+        raise SystemExit(0)
+
+
+def _main(rank: int, spec: Spec, pipe: Connection) -> None:
+    os.dup2(2, 1)
+    if spec.transport == "tcp":
+        os.environ["UCX_TLS"] = "tcp,self"
+    torch.set_num_threads(1)
+    main = _serve(_Rank(rank, spec), pipe)
+    if spec.loop == "uvloop":
+        import uvloop
+
+        uvloop.run(main)
+    else:
+        asyncio.run(main)
+
+
+async def _serve(rank: _Rank, pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    commands: asyncio.Queue[Any] = asyncio.Queue()
+    loop.add_reader(pipe.fileno(), _read, pipe, commands)
+    tasks: set[asyncio.Task[None]] = set()
+    while (received := await commands.get()) is not None:
+        command, args = received
+        if command == "leave":
+            raise SystemExit(0)
+        task = asyncio.ensure_future(_answer(getattr(rank, command), args, pipe))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    loop.remove_reader(pipe.fileno())
+    if rank.comm is not None:
+        await rank.comm.aclose()
+
+
+def _read(pipe: Connection, commands: asyncio.Queue[Any]) -> None:
+    try:
+        commands.put_nowait(pipe.recv())
+    except (EOFError, OSError):
+        asyncio.get_running_loop().remove_reader(pipe.fileno())
+        commands.put_nowait(None)
+
+
+async def _answer(
+    command: Callable[..., Coroutine[Any, Any, Any]], args: Sequence[Any], pipe: Connection
+) -> None:
+    try:
+        answer = await command(*args)
+    except (Exception, asyncio.CancelledError) as error:
+        parts = {
+            k: v for k, v in vars(error).items() if isinstance(v, int | float | str | tuple | dict | None)
+        }
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        answer = Failure(
+            type(error).__name__, bases, str(error), {k: v for k, v in parts.items() if k != "failures"}
+        )
+    try:
+        pipe.send(answer)
+    except OSError:
+        pass

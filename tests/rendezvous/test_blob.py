@@ -1,0 +1,186 @@
+"""Nothing forged, cut or replayed gets through, and every refusal says what it is (I-14, C13)."""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_async.rendezvous import BlobError, Extent, Introduction, open_sealed, seal
+
+KEY = bytes(range(32))
+INTRO = Introduction(
+    group="default",
+    rank=1,
+    ep_size=4,
+    agent="default/1.3-abcd",
+    incarnation=3,
+    node="host-a",
+    metadata=b"\0nixl metadata\xff" * 9,
+    layout=[[["w13", "bfloat16", 2 << 20, 0x7F0000000000]], []],
+    extents=[Extent("w13", 0x7F0000000000, 1 << 30, "DRAM"), Extent("w2", 4096, 1, "VRAM", 7)],
+    tables=[[0x7F0000000000, 64]],
+    placement_digest=b"p" * 16,
+    plan_digest=b"q" * 16,
+)
+BLOB = seal(INTRO, KEY)
+
+
+def altered(**changes: Any) -> Introduction:
+    return msgspec.structs.replace(INTRO, **changes)
+
+
+def forged(payload: bytes, *, magic: bytes = b"EPLB", version: int = 1, key: bytes = KEY) -> bytes:
+    """A blob with any content and a right digest, as a member of the job could make."""
+    signed = struct.pack(">4sHI", magic, version, len(payload)) + payload
+    return signed + hmac.digest(key, signed, "sha256")
+
+
+def as_payload(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.to_builtins(INTRO, builtin_types=(bytes,)), **changes})
+
+
+def test_what_was_sealed_comes_out() -> None:
+    """A round trip keeps every field."""
+    assert open_sealed(BLOB, KEY, group="default", rank=1, ep_size=4, newer_than=2) == INTRO
+
+
+def test_tuples_come_out_as_lists() -> None:
+    """A layout may be given as nested tuples."""
+    intro = open_sealed(seal(altered(layout=((("w", 1),),)), KEY), KEY)
+    assert intro.layout == [[["w", 1]]]
+
+
+def test_truncated_at_every_length() -> None:
+    """No prefix opens, and each is called truncated (N-23)."""
+    for length in range(len(BLOB)):
+        with pytest.raises(BlobError, match=rf"^truncated: {length} (of {len(BLOB)} )?bytes"):
+            open_sealed(BLOB[:length], KEY)
+
+
+def test_one_bit_changed_anywhere() -> None:
+    """No byte is outside the digest."""
+    for at in range(len(BLOB)):
+        damaged = bytearray(BLOB)
+        damaged[at] ^= 0x10
+        with pytest.raises(BlobError, match="not an introduction|another version|truncated|too long|forged"):
+            open_sealed(bytes(damaged), KEY)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"hello", "not an introduction"),
+        (b"hello world" * 100, "not an introduction"),
+        (BLOB + b"x", "too long: "),
+        (forged(as_payload(), version=2), "another version: 2, this rank speaks 1"),
+        (forged(as_payload(), key=b"k" * 32), "wrong secret or forged: keyed digest differs"),
+        (forged(b""), "malformed"),
+        (forged(b"\x93\x01\x02\x03"), "malformed"),
+        (forged(b"\x91" * 100_000), "malformed"),
+        (forged(as_payload(surprise=1)), "malformed.*surprise"),
+        (forged(as_payload(rank="1")), "malformed.*rank"),
+        (forged(as_payload(layout=[[[1.5]]])), "layout is not nested lists"),
+        (forged(as_payload(layout={"a": 1})), "layout is not nested lists"),
+        (forged(as_payload(tables=[[[[[[[[[[1]]]]]]]]]])), "tables is not nested lists"),
+        (forged(as_payload(incarnation=1 << 63)), "incarnation"),
+    ],
+)
+def test_garbage_says_what_it_is(data: bytes, says: str) -> None:
+    """Each kind of damage has its own reason."""
+    with pytest.raises(BlobError, match=says):
+        open_sealed(data, KEY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rank": 4}, "rank 4 of 4"),
+        ({"rank": -1}, "rank -1 of 4"),
+        ({"ep_size": 0}, "ep_size 0"),
+        ({"incarnation": -1}, "incarnation -1"),
+        ({"agent": ""}, "no agent name"),
+        ({"agent": "x" * 257}, "agent has 257 characters"),
+        ({"node": "x" * 257}, "node has 257 characters"),
+        ({"metadata": b""}, "no NIXL metadata"),
+        ({"placement_digest": b""}, "placement digest of 0 bytes"),
+        ({"placement_digest": b"x" * 65}, "placement digest of 65 bytes"),
+        ({"plan_digest": b"x"}, "plan digest of 1 bytes"),
+        ({"extents": [Extent("w", 0, 1, "DRAM")]}, "extent 'w' at 0x0"),
+        ({"extents": [Extent("w", -5, 1, "DRAM")]}, "extent 'w' at -0x5"),
+        ({"extents": [Extent("w", 1, 0, "DRAM")]}, "0 bytes"),
+        ({"extents": [Extent("w", (1 << 63) - 1, 2, "DRAM")]}, "extent 'w' at"),
+        ({"extents": [Extent("", 1, 1, "DRAM")]}, "name of 0 characters"),
+        ({"extents": [Extent("w", 1, 1, "")]}, "on device ''"),
+        ({"extents": [Extent("w", 1, 1, "VRAM", -1)]}, "on device 'VRAM' -1"),
+        ({"extents": [Extent("w", 1, 1, "DRAM")] * 65_537}, "65537 extents"),
+    ],
+)
+def test_values_out_of_range_are_refused_on_both_sides(changes: dict[str, Any], says: str) -> None:
+    """A bad value is not sealed, and one that a peer sealed all the same is not opened."""
+    with pytest.raises(BlobError, match=f"^out of range: .*{says}"):
+        seal(altered(**changes), KEY)
+    with pytest.raises(BlobError, match=f"^out of range: .*{says}"):
+        open_sealed(forged(msgspec.msgpack.encode(altered(**changes))), KEY)
+
+
+def test_oversized_is_refused_on_both_sides() -> None:
+    """The limit is checked before anything is read."""
+    with pytest.raises(BlobError, match="^oversized: .* 4194304 are allowed"):
+        seal(altered(metadata=bytes(4 << 20)), KEY)
+    with pytest.raises(BlobError, match=f"^oversized: {len(BLOB)} bytes, 100 are allowed"):
+        open_sealed(BLOB, KEY, limit=100)
+    with pytest.raises(BlobError, match="^oversized"):
+        open_sealed(b"x" * ((4 << 20) + 1), KEY)
+
+
+@pytest.mark.parametrize(
+    ("expected", "says"),
+    [
+        ({"group": "other"}, "another group: it says 'default', expected 'other'"),
+        ({"rank": 2}, "another rank: it says 1, expected 2"),
+        ({"ep_size": 8}, "another ep_size: it says 4, expected 8"),
+        ({"newer_than": 3}, "replayed: incarnation 3 is not newer than 3"),
+        ({"newer_than": 9}, "replayed: incarnation 3 is not newer than 9"),
+    ],
+)
+def test_a_good_blob_in_the_wrong_place_says_what_differs(expected: dict[str, Any], says: str) -> None:
+    """Old introductions, and those of other ranks and groups, are named."""
+    with pytest.raises(BlobError, match=f"^{says}"):
+        open_sealed(BLOB, KEY, **expected)
+
+
+def test_no_secret_shows() -> None:
+    """Neither the key nor the metadata, which opens memory, is in a repr or a message."""
+    assert "nixl metadata" not in repr(INTRO)
+    with pytest.raises(ValueError, match="has 32 bytes, this one 5") as caught:
+        seal(INTRO, b"short")
+    assert "short" not in str(caught.value)
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_raise_nothing_else(data: bytes) -> None:
+    """Only BlobError, whatever a store holds."""
+    with pytest.raises(BlobError):
+        open_sealed(data, KEY)
+
+
+@given(st.binary(max_size=300))
+def test_random_signed_content_raises_nothing_else(payload: bytes) -> None:
+    """Only BlobError, whatever a member of the job signs."""
+    with pytest.raises(BlobError):
+        open_sealed(forged(payload), KEY)
+
+
+@given(st.integers(0, len(BLOB) - 1), st.binary(min_size=1, max_size=40))
+def test_overwritten_anywhere_raises_nothing_else(at: int, patch: bytes) -> None:
+    """Only BlobError, unless nothing was changed."""
+    data = BLOB[:at] + patch + BLOB[at + len(patch) :]
+    if data != BLOB:
+        with pytest.raises(BlobError):
+            open_sealed(data, KEY)

@@ -1,0 +1,302 @@
+"""What can go wrong with a store, and what it says then."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import eplb_async
+from eplb_async.errors import HandshakeError
+from eplb_async.rendezvous import FileRendezvous, StoreRendezvous, TcpRendezvous
+
+SECRET = b"0123456789abcdef"
+
+
+def port_of(rendezvous: TcpRendezvous) -> int:
+    return int(rendezvous.url.rpartition(":")[2])
+
+
+def listeners(port: int) -> set[str]:
+    """Local addresses, in hex, on which somebody listens at ``port``."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, local_port = line.split()[1].split(":")
+            if int(local_port, 16) == port and line.split()[3] == "0A":
+                found.add(address)
+    return found
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that takes connections and never says anything, as a stopped host does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------ tcp
+def test_the_host_listens_on_loopback_only() -> None:
+    """The socket is bound to 127.0.0.1, not to every interface as torch would (N-45)."""
+    rendezvous = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    try:
+        assert listeners(port_of(rendezvous)) == {"0100007F"}
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port_of(rendezvous)), timeout=5).close()
+    finally:
+        rendezvous.close()
+    assert listeners(port_of(rendezvous)) == set()
+
+
+def test_port_zero_publishes_the_real_port(caplog: pytest.LogCaptureFixture) -> None:
+    """The port that was taken is in ``url`` and in the log (C19)."""
+    with caplog.at_level(logging.INFO, "eplb_async"):
+        rendezvous = TcpRendezvous.host("localhost", 0, timeout=20, secret=None)
+    rendezvous.close()
+    assert port_of(rendezvous) > 0
+    assert rendezvous.url in caplog.text
+
+
+def test_a_taken_port_is_named_with_what_to_do() -> None:
+    """A second host on one port says which port, and how to get on (C19)."""
+    first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    try:
+        with pytest.raises(HandshakeError, match=rf":{port_of(first)}: .*in use.*choose another"):
+            TcpRendezvous.host("127.0.0.1", port_of(first), timeout=20, secret=None)
+    finally:
+        first.close()
+
+
+def test_a_port_is_free_again_after_close() -> None:
+    """Closing lets a second run have the same port."""
+    first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    first.close()
+    TcpRendezvous.host("127.0.0.1", port_of(first), timeout=20, secret=None).close()
+
+
+def test_a_client_waits_for_a_host_that_starts_later() -> None:
+    """Ranks start in any order."""
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        port = int(placeholder.getsockname()[1])
+    clients: list[TcpRendezvous] = []
+    client = threading.Thread(
+        target=lambda: clients.append(TcpRendezvous.connect("127.0.0.1", port, timeout=20, secret=None))
+    )
+    client.start()
+    client.join(0.2)
+    assert client.is_alive()
+    host = TcpRendezvous.host("127.0.0.1", port, timeout=20, secret=None)
+    client.join()
+    clients[0].set("k", b"v")
+    assert host.get("k") == b"v"
+    clients[0].close()
+    host.close()
+
+
+def test_a_host_that_never_starts_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """The wait is bounded, the message names where it looked, and torch fills no log meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        port = int(placeholder.getsockname()[1])
+    with pytest.raises(HandshakeError, match=rf"127\.0\.0\.1:{port} in 0\.3 s: .*refused.*is rank 0"):
+        TcpRendezvous.connect("127.0.0.1", port, timeout=0.3, secret=None)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_silent_host_is_bounded(silent_port: int) -> None:
+    """torch itself would wait for ever here."""
+    with pytest.raises(HandshakeError, match=f"{silent_port}: no answer in .* is it not stopped"):
+        TcpRendezvous.connect("127.0.0.1", silent_port, timeout=0.5, secret=None)
+
+
+def test_a_host_that_goes_away_is_an_error_at_once() -> None:
+    """A dead host fails the call, with advice, not only when the time is over."""
+    host = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    client = TcpRendezvous.connect("127.0.0.1", port_of(host), timeout=20, secret=None)
+    host.close()
+    with pytest.raises(HandshakeError, match=r"cannot read 'k'.*is the process that hosts it"):
+        client.get("k")
+    client.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "8.8.8.8", "::"])
+@pytest.mark.parametrize("secret", [None, b"", b"short"])
+def test_other_addresses_need_a_secret(host: str, secret: bytes | None) -> None:
+    """Whoever is not on loopback must have a secret; the message says how to set one, and never shows it."""
+    for make in (TcpRendezvous.host, TcpRendezvous.connect):
+        with pytest.raises(HandshakeError, match="EPLB_ASYNC_SECRET=") as caught:
+            make(host, 1, timeout=5, secret=secret)
+        assert "short" not in str(caught.value)
+
+
+def test_with_a_secret_every_interface_may_be_used() -> None:
+    """A secret opens other addresses; such a rendezvous keeps no key."""
+    host = TcpRendezvous.host("0.0.0.0", 0, timeout=20, secret=SECRET)
+    assert not host.trusted
+    assert listeners(port_of(host)) == {"00000000"}
+    host.close()
+
+
+def test_an_unknown_host_is_named() -> None:
+    """A name without an address is an error of its own."""
+    with pytest.raises(HandshakeError, match=r"no-such-host\.invalid"):
+        TcpRendezvous.host("no-such-host.invalid", 0, timeout=0.2, secret=SECRET)
+
+
+# ----------------------------------------------------------------------------------------------- file
+def test_the_file_is_made_private(tmp_path: Path) -> None:
+    """The file is 0600 whatever the umask."""
+    before = os.umask(0)
+    try:
+        FileRendezvous(tmp_path / "store").close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_file_survives_close_and_a_second_run_goes_on(tmp_path: Path) -> None:
+    """torch would delete it under a job that has just begun on it."""
+    ranks = [FileRendezvous(tmp_path / "store") for _ in range(2)]
+    assert ranks[0].add("starts", 1) == 1
+    for rank in ranks:
+        rank.close()
+    again = FileRendezvous(tmp_path / "store")
+    assert again.add("starts", 1) == 2
+    again.close()
+
+
+def test_a_relative_path_is_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is where it was when it was opened, also after a change of directory."""
+    monkeypatch.chdir(tmp_path)
+    rendezvous = FileRendezvous("store")
+    monkeypatch.chdir("/")
+    rendezvous.set("k", b"v")
+    rendezvous.close()
+    assert (tmp_path / "store").stat().st_size > 0
+
+
+def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    """Somebody else may have put it there."""
+    (tmp_path / "real").touch(0o600)
+    (tmp_path / "store").symlink_to(tmp_path / "real")
+    with pytest.raises(HandshakeError, match="symbolic link"):
+        FileRendezvous(tmp_path / "store")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o602, 0o604, 0o660])
+def test_a_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    """The message says the mode and the remedy."""
+    (tmp_path / "store").touch()
+    (tmp_path / "store").chmod(mode)
+    with pytest.raises(HandshakeError, match=f"{mode:04o}.*chmod 600"):
+        FileRendezvous(tmp_path / "store")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    """Whoever owns the file could forge peers."""
+    (tmp_path / "store").touch(0o600)
+    os.chown(tmp_path / "store", 12345, -1)
+    with pytest.raises(HandshakeError, match="belongs to user 12345"):
+        FileRendezvous(tmp_path / "store")
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A directory, a pipe and a missing directory each say what they are."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(HandshakeError, match="not a regular file"):
+        FileRendezvous(tmp_path / "pipe")
+    with pytest.raises(HandshakeError, match="is a directory"):
+        FileRendezvous(tmp_path)
+    with pytest.raises(HandshakeError, match=f"no directory {tmp_path}/absent"):
+        FileRendezvous(tmp_path / "absent" / "store")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_removed_or_replaced_is_noticed(tmp_path: Path, replaced: bool) -> None:
+    """torch would make it again, readable by all; nothing is left behind that was not there."""
+    rendezvous = FileRendezvous(tmp_path / "store")
+    (tmp_path / "store").unlink()
+    if replaced:
+        (tmp_path / "store").touch(0o600)
+    with pytest.raises(HandshakeError, match="removed or replaced"):
+        rendezvous.set("k", b"v")
+    rendezvous.close()
+    assert (tmp_path / "store").exists() == replaced
+
+
+def test_a_lock_that_is_never_given_back_is_bounded(tmp_path: Path) -> None:
+    """A stopped process may hold the file's lock for ever; torch waits as long."""
+    rendezvous = FileRendezvous(tmp_path / "store", timeout=0.3)
+    with open(tmp_path / "store", "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(HandshakeError, match=r"has not answered for 0\.3 s.*lock"):
+            rendezvous.get("k")
+    rendezvous.close()
+
+
+# -------------------------------------------------------------------------------------------- general
+class Stuck:
+    """A Store that never answers."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.free.wait()
+        return False
+
+
+def test_a_store_that_hangs_is_bounded_in_call_and_close() -> None:
+    """Every wait has a deadline (I-11)."""
+    store = Stuck()
+    rendezvous = StoreRendezvous(store, timeout=0.2)  # type: ignore[arg-type]
+    started = time.monotonic()
+    with pytest.raises(HandshakeError, match="the caller's Stuck has not answered"):
+        rendezvous.get("k")
+    rendezvous.close()
+    assert time.monotonic() - started < 5
+    store.free.set()
+
+
+def test_a_hanging_store_does_not_keep_the_process_from_ending() -> None:
+    """The interpreter joins the threads of a ThreadPoolExecutor at exit, but not ours."""
+    program = (
+        "import threading\n"
+        "from eplb_async.rendezvous._threads import DaemonExecutor\n"
+        "DaemonExecutor(1, name='x').submit(threading.Event().wait)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_threads_end_with_their_rendezvous(tmp_path: Path) -> None:
+    """Closed or only dropped, a rendezvous leaves no thread behind."""
+    before = set(threading.enumerate())
+    closed, dropped = FileRendezvous(tmp_path / "a"), FileRendezvous(tmp_path / "b")
+    closed.get("k")
+    dropped.get("k")
+    closed.close()
+    del dropped
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_torch_is_not_imported_before_it_is_needed() -> None:
+    """Importing torch takes a second; whoever brings their own Rendezvous does not pay it."""
+    program = (
+        "import sys, types\n"
+        "sys.modules['eplb_async'] = bare = types.ModuleType('eplb_async')\n"
+        f"bare.__path__ = {list(eplb_async.__path__)!r}\n"
+        "import eplb_async.rendezvous\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
