@@ -39,14 +39,14 @@ class LoopEngine:
 
     Args:
         loop: The loop that calls run on.
-        worker: Executor for blocking work (copies of expert bytes); ``None`` runs it inline.
+        worker: Executor for blocking work, such as copies of expert bytes; by default it is run inline.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, worker: Executor | None = None) -> None:
         self.loop = loop
         self.thread_id = threading.get_ident()
         self.pid = os.getpid()
-        self.worker = worker
+        self.worker = worker or Inline()
         self.immortal: list[Any] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._submissions: set[_Submission] = set()
@@ -119,8 +119,6 @@ class LoopEngine:
 
     async def offload(self, work: Callable[[], T]) -> T:
         """Run blocking work off the engine loop, on the worker thread."""
-        if self.worker is None:
-            return work()
         return await self.loop.run_in_executor(self.worker, work)
 
     def on_stop(self, closer: Callable[[], Awaitable[object]]) -> None:
@@ -216,9 +214,21 @@ class Engine(LoopEngine):
             self.loop.close()
             for submission in list(self._submissions):  # posted after the last turn
                 submission.refuse()
-            if self.worker is not None:
-                self.worker.shutdown(wait=True)
+            self.worker.shutdown(wait=True)
             self._exited.set_result(None)
+
+
+class Inline(Executor):
+    """Runs each call where it is submitted: for loops that may not wait for threads."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Run ``fn(*args, **kwargs)`` now."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class Worker(Executor):

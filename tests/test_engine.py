@@ -120,9 +120,14 @@ async def test_a_call_cancelled_before_it_starts_never_runs(engine: Engine) -> N
 @pytest.mark.asyncio
 async def test_a_cancel_in_the_turn_of_the_result_still_cancels(engine: Engine) -> None:
     """A task that is cancelled when its result has just come ends cancelled, and nothing is left."""
+    block = threading.Event()
+    engine.post(lambda: block.wait(LIMIT))
     task = asyncio.create_task(engine.run(on_engine))
+    await asyncio.sleep(0)
+    (submission,) = engine._submissions
+    block.set()
     async with asyncio.timeout(LIMIT):
-        while not any(s.future.done() for s in engine._submissions):
+        while not submission.future.done():
             await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -492,7 +497,9 @@ def test_a_script_may_exit_without_closing() -> None:
         "    return agent\n"
         "agent = asyncio.run(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr
 
@@ -504,7 +511,12 @@ def forks(control: Connection, blob: bytes, pid: int, how: str, in_flight: bool)
     if child == 0:
         # The user's own loop shares its epoll with the parent; closing that here is the user's affair, not ours.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened.runner.get_loop()))
-        uses = [opened.agent.metadata, opened.agent.aclose, opened.read, lambda: anext(opened.agent.notifications())]
+        uses = [
+            opened.agent.metadata,
+            opened.agent.aclose,
+            opened.read,
+            lambda: anext(opened.agent.notifications()),
+        ]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", ResourceWarning)

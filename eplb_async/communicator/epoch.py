@@ -156,6 +156,11 @@ class EpochRun:
         if self._applied < committed:
             raise AssertionError(f"I-7: {committed} layers committed, {self._applied} applied")
 
+    def read_error(self) -> Exception | None:
+        """The first READ's failure, if one has failed."""
+        errors = (transfer.error for job in self._jobs.values() for transfer in job.transfers)
+        return next((error for error in errors if error is not None), None)
+
     # ------------------------------------------------------------------------------------------- staging
     async def _stage_layers(self) -> None:
         for layer in range(self.plan.new.num_layers):

@@ -18,7 +18,7 @@ from eplb_async.communicator.members import GENERATION_BITS, Identity
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.session import Session
 from eplb_async.core.placement import Placement
-from eplb_async.engine import Engine, LoopEngine
+from eplb_async.engine import Engine, Inline, LoopEngine
 from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError
 from eplb_async.nixl.agent import real
 from eplb_async.nixl.endpoint import NativeFactory
@@ -48,7 +48,6 @@ class AsyncEplbCommunicator:
         self._thread = threading.get_ident()
         self._busy = ""
         self._closed = False
-        engine.post(lambda: engine.spawn(_watch(self._loop, session, engine), "watch of the user's loop"))
 
     @classmethod
     def open(
@@ -151,6 +150,8 @@ class AsyncEplbCommunicator:
         copier = CpuCopier(engine) if stream is None else CudaCopier(engine, lambda: stream)
         deadline = time.monotonic() + timeout
 
+        inline = engine.worker if isinstance(engine.worker, Inline) else None
+
         def rendezvous_now() -> Rendezvous:
             return resolve(rendezvous, rank=rank, ep_size=ep_size, secret=settings.secret, timeout=timeout)
 
@@ -168,6 +169,7 @@ class AsyncEplbCommunicator:
                     rank=rank,
                     secret=settings.secret,
                     timeout=max(0.0, deadline - time.monotonic()),
+                    executor=inline,
                 )
                 identity = Identity(rank, ep_size, group, node, joined.incarnation << GENERATION_BITS)
                 session = Session(
@@ -185,14 +187,17 @@ class AsyncEplbCommunicator:
                 close_store()
                 raise
             try:
-                await session.introduce(store, max(0.0, deadline - time.monotonic()))
+                await session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
             except BaseException:
                 await session.close(0.0)
                 close_store()
                 raise
             return store, session
 
+        user_loop = asyncio.get_running_loop()
         store, session = await engine.run(start)
+        if isinstance(engine, Engine):
+            engine.post(lambda: engine.spawn(_watch(user_loop, session, engine), "watch of the user's loop"))
         return cls(engine, session, weights, store if isinstance(rendezvous, str) else None)
 
     async def migrate(self, placement: Placement, *, timeout: float | None = None) -> MigrationReport:
@@ -330,15 +335,14 @@ class AsyncEplbCommunicator:
         return f"<AsyncEplbCommunicator rank {me.rank} of {me.ep_size} in group {me.group!r}>"
 
 
-async def _watch(loop: asyncio.AbstractEventLoop, session: Session, engine: LoopEngine) -> None:
+async def _watch(loop: asyncio.AbstractEventLoop, session: Session, engine: Engine) -> None:
     """Close when the user's loop is closed: nobody is left to await anything."""
     while not loop.is_closed():
         await asyncio.sleep(_WATCH_SECONDS)
         if session.driver.over:
             return
     _log.warning("the loop that opened the communicator is closed; leaving the group")
-    if isinstance(engine, Engine):
-        engine.request_stop()
+    engine.request_stop()
 
 
 def _stream(weights: ExpertWeights) -> Any:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+from concurrent.futures import Executor
 from dataclasses import replace
 
 import torch
@@ -96,7 +97,7 @@ class Session:
         engine.on_stop(self._closer)
 
     # ---------------------------------------------------------------------------------------------- open
-    async def introduce(self, rendezvous: Rendezvous, timeout: float) -> None:
+    async def introduce(self, rendezvous: Rendezvous, timeout: float, executor: Executor | None) -> None:
         """Exchange introductions with all peers; each has ``timeout`` seconds.
 
         Raises:
@@ -116,6 +117,7 @@ class Session:
                 sealed=self._introducer.blob(self._endpoint),
                 deadline_per_peer=timeout,
                 on_peer=meet,
+                executor=executor,
             )
 
     # ------------------------------------------------------------------------------------------- migrate
@@ -143,8 +145,7 @@ class Session:
             planned_seconds=planned,
             make_run=self._make_run,
         )
-        # READs share the deadline; a lap later, so that one which is overdue is this rank's own cause.
-        timer = loop.call_at(deadline + 2 * self.settings.max_pause, self._expire, attempt, timeout)
+        timer = loop.call_at(deadline, self._expire, attempt, timeout)
         try:
             self.driver.begin(attempt, self._digests(wanted))
             return await asyncio.shield(attempt.result)
@@ -297,6 +298,9 @@ class Session:
 
     def _expire(self, attempt: Attempt, timeout: float) -> None:
         protocol = self.driver.protocol
+        self._endpoint.look()  # completions before deadlines (I-11); a READ that is overdue is our own cause
+        if attempt.cause is None and attempt.run is not None:
+            attempt.cause = attempt.run.read_error()
         waiting = f", waiting for ranks {sorted(protocol.waiting_for)}" if protocol.waiting_for else ""
         self.driver.give_up(
             attempt,

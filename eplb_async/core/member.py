@@ -79,10 +79,8 @@ class Member:
         if not view.settled and view.owner != self.rank:
             if not view.gone & bit(view.owner):
                 self._send(view.owner, self._state())
-            elif view.opener not in (
-                -1,
-                self.rank,
-            ):  # who may have opened a lower term before, and wait for us
+            elif view.opener not in (-1, self.rank):
+                # It may have opened a lower term before, and wait for this rank's answer to that.
                 self._send(view.opener, messages.Term(term=view.promised, sender=self.rank))
         self._try_view()
 

@@ -349,6 +349,10 @@ class Endpoint:
             raise transfer.error
         return transfer
 
+    def look(self) -> None:
+        """Poll once, now: take completions and notifications, and fail what is overdue."""
+        self._lap()
+
     def abandon(self, transfer: Transfer) -> None:
         """Its awaiter is gone: keep handle and memory until the READ has ended (I-3)."""
         if transfer.fate is Fate.ACTIVE:

@@ -3,9 +3,10 @@
 from eplb_async.rendezvous.base import Rendezvous
 from eplb_async.rendezvous.blob import BlobError, Extent, Introduction, open_sealed, seal
 from eplb_async.rendezvous.exchange import exchange
+from eplb_async.rendezvous.file import FileRendezvous
 from eplb_async.rendezvous.keys import Joined, derive_key, job_key, join, next_incarnation
 from eplb_async.rendezvous.resolve import resolve
-from eplb_async.rendezvous.store import FileRendezvous, StoreRendezvous, TcpRendezvous
+from eplb_async.rendezvous.store import StoreRendezvous, TcpRendezvous
 
 __all__ = [
     "BlobError",

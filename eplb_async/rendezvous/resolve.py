@@ -6,7 +6,8 @@ import sys
 from urllib.parse import urlsplit
 
 from eplb_async.rendezvous.base import Rendezvous
-from eplb_async.rendezvous.store import FileRendezvous, StoreRendezvous, TcpRendezvous
+from eplb_async.rendezvous.file import FileRendezvous
+from eplb_async.rendezvous.store import StoreRendezvous, TcpRendezvous
 
 _SUPPORTED = '"tcp://host:port", "file:///path", a torch.distributed.Store, or a Rendezvous object'
 
@@ -79,11 +80,13 @@ def _from_url(url: str, *, rank: int, secret: bytes | None, timeout: float) -> R
 
 
 def _host_port(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"the rendezvous {url!r} has a wrong port or address: {error}") from None
+        raise ValueError(
+            f"the rendezvous {url!r} has a wrong port or address: {error}; use tcp://host:port"
+        ) from None
     if not host or port is None:
         raise ValueError(f"the rendezvous {url!r} lacks a {'port' if host else 'host'}; use tcp://host:port")
     if parts.path or parts.query or parts.fragment or parts.username is not None:

@@ -1,31 +1,27 @@
-"""Rendezvous over torch's Stores: over TCP, in a file, or one that the caller already has.
+"""Rendezvous over torch's Stores: a ``TCPStore`` of ours, or any Store that the caller already has.
 
 Facts that shape this module, measured with torch 2.13:
 
 - ``TCPStore("127.0.0.1", ...)`` listens on every interface, so rank 0 hands it a socket that we bound (N-45).
-- A client of a stopped or silent ``TCPStore`` host waits for ever, in its constructor and in ``check``, and a
-  ``FileStore`` waits for ever for a file lock that a stopped process holds; their timeouts cover neither. So
-  every call runs on one daemon thread per rendezvous and is waited for with a deadline. More threads would
-  gain nothing: a store does one call at a time.
+- A client of a stopped or silent ``TCPStore`` host waits for ever, in its constructor and in ``check``; its
+  timeout covers neither. So every call runs on one daemon thread per rendezvous and is waited for with a
+  deadline. More threads would gain nothing: a store does one call at a time.
+- ``TCPStore.set`` returns before the host has the value, also where it never will; a call after it on the
+  same connection is answered only then.
 - ``get`` waits for a missing key, and holds up every other call meanwhile: ``check`` first.
-- A ``FileStore`` made for a number of workers deletes its file when the last of them is gone, also under a
-  job that has just begun on it. Ours never deletes: the file stays until somebody removes it.
-- A ``FileStore`` whose file was removed makes it again, readable by all. So its identity is checked before
-  each call.
+- A ``FileStore`` can stop its whole process (see ``file.py``): prefer ``file://`` to making one.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
-import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as CallTimeout
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eplb_async.errors import HandshakeError
@@ -38,7 +34,6 @@ from eplb_async.rendezvous.addresses import (
     tcp_url,
     wait_until_up,
 )
-from eplb_async.rendezvous.private_file import open_private, require_private
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -48,6 +43,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT = 5.0
+_ADVICE = "is the process that hosts it still running?"
 
 
 class StoreRendezvous:
@@ -72,6 +68,7 @@ class StoreRendezvous:
 
         def call(store: Any) -> None:  # torch's stub says str; bytes pass through unchanged
             store.set(key, value)
+            store.check([key])  # comes back when the host has it
 
         self._call(f"write {key!r}", call)
 
@@ -102,7 +99,6 @@ class StoreRendezvous:
         stores = self._stores
 
         def run() -> T:
-            self._precheck()
             return call(stores[0])
 
         try:
@@ -115,20 +111,14 @@ class StoreRendezvous:
             future.cancel()
             raise HandshakeError(
                 f"cannot {what}: the rendezvous {self.url} has not answered for {self._timeout:g} s; "
-                f"{self._advice()}"
+                f"{_ADVICE}"
             ) from None
-        except (RuntimeError, OSError, IndexError) as error:
-            if not stores:
+        except (RuntimeError, OSError, IndexError, CancelledError) as error:
+            if not stores or isinstance(error, CancelledError):
                 raise HandshakeError(f"cannot {what}: the rendezvous {self.url} is closed") from None
             raise HandshakeError(
-                f"cannot {what}: the rendezvous {self.url} failed: {first_line(error)}; {self._advice()}"
+                f"cannot {what}: the rendezvous {self.url} failed: {first_line(error)}; {_ADVICE}"
             ) from error
-
-    def _precheck(self) -> None:
-        """Raise ``HandshakeError`` if the store must not be used any more; runs before each call."""
-
-    def _advice(self) -> str:
-        return "is the process that hosts it still running?"
 
 
 class TcpRendezvous(StoreRendezvous):
@@ -195,65 +185,6 @@ class TcpRendezvous(StoreRendezvous):
         address, trusted = wait_until_up(url, host, port, deadline=deadline, timeout=timeout, secret=secret)
         store = _open_store(url, address, port, timeout=timeout, limit=max(0.1, deadline - time.monotonic()))
         return cls(store, timeout=timeout, url=url, trusted=trusted)
-
-
-class FileRendezvous(StoreRendezvous):
-    """A rendezvous on a torch ``FileStore``: a file on a disk that all ranks share.
-
-    The file is made 0600; one that exists must be a regular file, ours, and closed to everybody else. It is
-    never deleted, so that a second run on the same path works and nobody's file vanishes: remove it yourself
-    when no rank uses it. Locks on network file systems are only as good as those systems.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, timeout: float = 60.0) -> None:
-        self._path = Path(path).absolute()
-        self._fd = open_private(self._path)
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        try:
-            store = _open_file_store(self._path, timeout)
-        except BaseException:
-            self._close_fd()
-            raise
-        super().__init__(store, timeout=timeout, url=f"file://{self._path}", trusted=True)
-
-    def close(self) -> None:
-        """Let go of the file, which stays."""
-        if not self._close_fd.alive:
-            return
-        gone = not os.path.lexists(self._path)
-        super().close()
-        if gone:  # FileStore's destructor has made it again, only to count itself out
-            self._path.unlink(missing_ok=True)
-        self._close_fd()
-
-    def _precheck(self) -> None:
-        try:
-            same = os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
-        except OSError:
-            same = False
-        if not same:
-            raise HandshakeError(
-                f"the rendezvous file {self._path} was removed or replaced since this rank opened it; "
-                "use a path that nothing cleans up, and start all ranks again"
-            )
-        require_private(self._path, self._fd)
-
-    def _advice(self) -> str:
-        return "is its disk full or unreachable, or is a stopped process holding its lock?"
-
-
-def _open_file_store(path: Path, timeout: float) -> Store:
-    def make() -> Store:
-        from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, unlisted
-
-        store = FileStore(str(path), -1)  # -1: never deletes the file
-        store.set_timeout(timedelta(seconds=timeout))
-        store.check(["/"])  # reads what an earlier run left, and so finds a file that is none of ours
-        return store
-
-    return _bounded(
-        make, timeout, f"cannot use the rendezvous file {path}", "is it a file of something else?"
-    )
 
 
 def _open_store(

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
+
+from eplb_async.engine import Inline
 
 T = TypeVar("T")
 
@@ -39,10 +41,12 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def run_in_executor(  # type: ignore[override]
-        self, executor: Any, func: Callable[..., Any], *args: Any
-    ) -> NoReturn:
-        """Refuse: a thread's progress would be invisible to the virtual clock."""
-        raise RuntimeError("no threads under the virtual clock; give the work to the loop itself")
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Run work in place; a thread's progress would be invisible to the virtual clock, so it is refused."""
+        if not isinstance(executor, Inline):
+            raise RuntimeError("no threads under the virtual clock; give the work to the loop itself")
+        return super().run_in_executor(executor, func, *args)
 
     def _jump(self, timeout: float | None) -> None:
         self._now += self._turn

@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
 from eplb_async.settings import Settings
+from eplb_async.testing.patterns import PatternWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,46 +66,6 @@ class Failure:
     bases: tuple[str, ...]
     text: str
     parts: dict[str, Any]
-
-
-class PatternWeights:
-    """Weights ``[layers][tensors]`` uint8 ``[slots, row_bytes]`` whose rows can be checked against a placement."""
-
-    def __init__(self, placement: Placement, rank: int, row_bytes: Sequence[int]) -> None:
-        self.rank = rank
-        self.row_bytes = tuple(row_bytes)
-        shape = placement.num_layers, placement.num_local_experts
-        self.layers = [
-            [torch.zeros(shape[1], nbytes, dtype=torch.uint8) for nbytes in row_bytes]
-            for _ in range(shape[0])
-        ]
-        for layer, tensor, slot, expert in self._slots(placement):
-            self.layers[layer][tensor][slot] = torch.from_numpy(self.expected(layer, tensor, expert))
-
-    def expected(self, layer: int, tensor: int, expert: int) -> np.ndarray[Any, Any]:
-        """The bytes of one row, uint8 ``[row_bytes]``."""
-        start = np.uint64(((layer * 1009 + tensor) * 1_000_003 + expert + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
-        words = -(-self.row_bytes[tensor] // 8)
-        values = (np.arange(words, dtype=np.uint64) + start) * np.uint64(0xBF58476D1CE4E5B9)
-        return (values ^ (values >> np.uint64(29))).view(np.uint8)[: self.row_bytes[tensor]]
-
-    def wrong_bytes(self, placement: Placement) -> int:
-        """Bytes that differ from what the placement says; empty slots may hold anything."""
-        return sum(
-            int((self.layers[layer][tensor][slot].numpy() != self.expected(layer, tensor, expert)).sum())
-            for layer, tensor, slot, expert in self._slots(placement)
-        )
-
-    def pointers(self) -> list[int]:
-        """Storage addresses of all tensors."""
-        return [tensor.data_ptr() for layer in self.layers for tensor in layer]
-
-    def _slots(self, placement: Placement) -> Iterable[tuple[int, int, int, int]]:
-        for layer, slots in enumerate(placement.local(self.rank).tolist()):
-            for slot, expert in enumerate(slots):
-                if expert >= 0:
-                    for tensor in range(len(self.row_bytes)):
-                        yield layer, tensor, slot, expert
 
 
 class RankProcesses:
@@ -264,6 +224,11 @@ class _Rank:
     async def phase(self, phase: str) -> None:
         """Answer when this rank is in a phase."""
         while self.opened.health().phase != phase:
+            await asyncio.sleep(0.001)
+
+    async def waiting_for(self, *ranks: int) -> None:
+        """Answer when this rank waits for exactly these."""
+        while self.opened.health().waiting_for != ranks:
             await asyncio.sleep(0.001)
 
     async def check(self, placement: Placement | None = None) -> int:

@@ -382,6 +382,8 @@ def test_ranks_that_are_told_each_other_is_dead_do_not_outbid_each_other_for_eve
     ring.exclude(2, 1)
     ring.cut(0, 3)
     ring.settle()
+    ring.tick(1)
+    ring.settle()
     assert ring.face(2).members == ring.face(3).members == 0b1100
 
 

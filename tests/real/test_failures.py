@@ -96,12 +96,13 @@ def test_a_peer_gone_before_the_migration_is_noticed_by_pings(start: Start, tran
 def test_a_stopped_peer_times_out_and_recycling_gives_the_staging_back(start: Start) -> None:
     """SIGSTOP past the timeout: NixlTransferTimeout; excluded; the next migration recycles the agent; C1's kind."""
     old, new, without = trio()
-    ranks = start(old, row_bytes=(24 * MIB,), transport="tcp", settings={"staging_layers": 1})
-    for rank in range(3):
+    ranks = start(old, row_bytes=(24 * MIB,), transport="tcp", settings={"staging_layers": 1, "settle_timeout": 2.0})
+    for rank in (0, 2):
         ranks.send(rank, "migrate", new, 4.0)
-    ranks.send(0, "reading")
+    ranks.send(0, "waiting_for", 1)
     assert ranks.receive(0) is None
-    ranks.stop(2)
+    ranks.stop(2)  # it has joined, and serves no READ
+    ranks.send(1, "migrate", new, 4.0)
     answers = [ranks.receive(rank, 40) for rank in (0, 1)]
     assert all(isinstance(answer, Failure) for answer in answers)
     kinds = {answer.kind for answer in answers}

@@ -68,7 +68,7 @@ def test_one_bit_changed_anywhere() -> None:
     for at in range(len(BLOB)):
         damaged = bytearray(BLOB)
         damaged[at] ^= 0x10
-        with pytest.raises(BlobError, match="not an introduction|another version|truncated|too long|forged"):
+        with pytest.raises(BlobError, match=r"not an introduction|another version|truncated|too long|forged"):
             open_sealed(bytes(damaged), KEY)
 
 
@@ -131,11 +131,11 @@ def test_values_out_of_range_are_refused_on_both_sides(changes: dict[str, Any], 
 
 def test_oversized_is_refused_on_both_sides() -> None:
     """The limit is checked before anything is read."""
-    with pytest.raises(BlobError, match="^oversized: .* 4194304 are allowed"):
+    with pytest.raises(BlobError, match=r"^oversized: .* 4194304 are allowed"):
         seal(altered(metadata=bytes(4 << 20)), KEY)
     with pytest.raises(BlobError, match=f"^oversized: {len(BLOB)} bytes, 100 are allowed"):
         open_sealed(BLOB, KEY, limit=100)
-    with pytest.raises(BlobError, match="^oversized"):
+    with pytest.raises(BlobError, match=r"^oversized"):
         open_sealed(b"x" * ((4 << 20) + 1), KEY)
 
 

@@ -86,9 +86,7 @@ def test_what_is_no_rendezvous_says_what_is(rendezvous: object, says: str) -> No
     """Every refusal names what was given and what is supported."""
     with pytest.raises(ValueError, match=says) as caught:
         resolved(rendezvous)
-    assert (
-        "tcp://host:port" in str(caught.value) or "file:///path" in str(caught.value) or says == "wrong port"
-    )
+    assert "tcp://host:port" in str(caught.value) or "file:///path" in str(caught.value)
     assert "word" not in str(caught.value)
 
 
@@ -111,7 +109,7 @@ def test_only_rank_0_may_leave_the_port_open() -> None:
 @pytest.mark.parametrize(("rank", "timeout"), [(2, 1.0), (-1, 1.0), (0, 0.0)])
 def test_wrong_numbers_are_refused(memory: Any, rank: int, timeout: float) -> None:
     """A rank outside the group or a time already over is the caller's mistake."""
-    with pytest.raises(ValueError, match="rank|timeout"):
+    with pytest.raises(ValueError, match=r"rank|timeout"):
         resolve(memory, rank=rank, ep_size=2, secret=None, timeout=timeout)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -234,13 +235,60 @@ def test_a_file_removed_or_replaced_is_noticed(tmp_path: Path, replaced: bool) -
 
 
 def test_a_lock_that_is_never_given_back_is_bounded(tmp_path: Path) -> None:
-    """A stopped process may hold the file's lock for ever; torch waits as long."""
+    """A stopped process may hold the file's lock for ever; it must not hold us, nor a new rank."""
     rendezvous = FileRendezvous(tmp_path / "store", timeout=0.3)
     with open(tmp_path / "store", "rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(HandshakeError, match=r"has not answered for 0\.3 s.*lock"):
+        with pytest.raises(HandshakeError, match=r"was not free for 0\.3 s.*stopped process"):
             rendezvous.get("k")
+        with pytest.raises(HandshakeError, match=r"cannot open.* was not free"):
+            FileRendezvous(tmp_path / "store", timeout=0.1)
+    assert rendezvous.get("k") is None
     rendezvous.close()
+
+
+@pytest.mark.parametrize("content", [b"hello world\n" * 9, b"\0", b"EPLBRDV2" + b"\0" * 90])
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
+    """A wrong path must not cost somebody their file."""
+    (tmp_path / "store").touch(0o600)
+    (tmp_path / "store").write_bytes(content)
+    with pytest.raises(HandshakeError, match="it holds something else"):
+        FileRendezvous(tmp_path / "store")
+    assert (tmp_path / "store").read_bytes() == content
+
+
+def test_a_writer_that_died_anywhere_costs_only_its_own_record(tmp_path: Path) -> None:
+    """Cut the last record at every byte: readers do not see it, the next writer overwrites it."""
+    path = tmp_path / "store"
+    rendezvous = FileRendezvous(path)
+    rendezvous.set("first", b"1")
+    kept = path.stat().st_size
+    rendezvous.set("second", b"22")
+    rendezvous.close()
+    whole = path.read_bytes()
+    for length in (*range(8), *range(kept, len(whole))):
+        path.write_bytes(whole[:length])
+        rendezvous = FileRendezvous(path)
+        assert rendezvous.get("first") == (b"1" if length >= kept else None)
+        assert rendezvous.get("second") is None
+        rendezvous.set("third", b"3")
+        other = FileRendezvous(path)
+        assert other.get("third") == b"3"
+        rendezvous.close()
+        other.close()
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    """A record in the middle that does not match its checksum is no accident of a dying writer."""
+    rendezvous = FileRendezvous(tmp_path / "store")
+    rendezvous.set("first", b"1")
+    rendezvous.set("second", b"2")
+    rendezvous.close()
+    data = bytearray((tmp_path / "store").read_bytes())
+    data[8 + 12] ^= 1
+    (tmp_path / "store").write_bytes(data)
+    with pytest.raises(HandshakeError, match="record at byte 8 does not match"):
+        FileRendezvous(tmp_path / "store")
 
 
 # -------------------------------------------------------------------------------------------- general
@@ -248,9 +296,10 @@ class Stuck:
     """A Store that never answers."""
 
     def __init__(self) -> None:
-        self.free = threading.Event()
+        self.asked, self.free = threading.Event(), threading.Event()
 
     def check(self, keys: list[str]) -> bool:
+        self.asked.set()
         self.free.wait()
         return False
 
@@ -265,6 +314,19 @@ def test_a_store_that_hangs_is_bounded_in_call_and_close() -> None:
     rendezvous.close()
     assert time.monotonic() - started < 5
     store.free.set()
+
+
+def test_closing_ends_the_calls_that_wait_for_their_turn() -> None:
+    """They say that it is closed, not that they were cancelled."""
+    store = Stuck()
+    rendezvous = StoreRendezvous(store, timeout=20)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(rendezvous.get, key) for key in ("a", "b")]
+        store.asked.wait()
+        threading.Timer(0.3, store.free.set).start()
+        rendezvous.close()
+        for call in calls:
+            assert call.exception() is None or "is closed" in str(call.exception())
 
 
 def test_a_hanging_store_does_not_keep_the_process_from_ending() -> None:

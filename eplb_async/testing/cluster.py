@@ -1,0 +1,130 @@
+"""N ranks of one group in one loop, in memory: for tests of what uses the communicator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.core.placement import Placement
+from eplb_async.engine import LoopEngine
+from eplb_async.errors import EplbError
+from eplb_async.settings import Settings
+from eplb_async.testing.faults import FaultPlan
+from eplb_async.testing.memory import MemoryFabric
+from eplb_async.testing.patterns import PatternWeights
+
+
+class MemoryRendezvous:
+    """A rendezvous in a dict."""
+
+    url = "memory://"
+    trusted = True
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._counters: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        """A value, or None."""
+        return self.values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        self._counters[key] = self._counters.get(key, 0) + amount
+        return self._counters[key]
+
+    def delete(self, key: str) -> None:
+        """Forget a value."""
+        self.values.pop(key, None)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class LocalCluster:
+    """Ranks that share one loop, best a virtual one (:func:`eplb_async.testing.run`).
+
+    Args:
+        placement: Where the experts are at first.
+        row_bytes: Bytes of an expert row in each tensor.
+        faults: What goes wrong; agents are named ``default/{rank}.``.
+        settings: Settings of every rank.
+        fabric: The network; default a new one with ``faults``.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        row_bytes: Sequence[int] = (64, 24),
+        faults: FaultPlan | None = None,
+        settings: Settings | None = None,
+        fabric: MemoryFabric | None = None,
+    ) -> None:
+        self.fabric = fabric or MemoryFabric(faults)
+        self.rendezvous = MemoryRendezvous()
+        self.rows = [PatternWeights(placement, rank, row_bytes) for rank in range(placement.ep_size)]
+        self.comms: list[AsyncEplbCommunicator] = []
+        self.dead: set[int] = set()
+        self._placement = placement
+        self._settings = settings or Settings(secret=b"the cluster's secret")
+
+    async def __aenter__(self) -> LocalCluster:
+        self.comms = list(await asyncio.gather(*map(self._open, range(self._placement.ep_size))))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(comm.aclose() for comm in self.comms))
+
+    async def migrate(
+        self, placement: Placement, *, timeout: float = 30.0, ranks: Iterable[int] | None = None
+    ) -> list[MigrationReport | EplbError]:
+        """Have ranks migrate at once; a rank's failure takes the place of its report."""
+        chosen = range(len(self.comms)) if ranks is None else ranks
+
+        async def one(rank: int) -> MigrationReport | EplbError:
+            try:
+                return await self.comms[rank].migrate(placement, timeout=timeout)
+            except EplbError as error:
+                return error
+
+        return list(await asyncio.gather(*map(one, chosen)))
+
+    def wrong_bytes(self, ranks: Iterable[int] | None = None) -> int:
+        """Bytes that differ from what each rank's own placement says."""
+        chosen = range(len(self.comms)) if ranks is None else ranks
+        return sum(self.rows[rank].wrong_bytes(self.comms[rank].placement) for rank in chosen)
+
+    def kill(self, rank: int) -> None:
+        """Have a rank die."""
+        self.dead.add(rank)
+        self.fabric.kill(f"default/{rank}.")
+
+    def stop(self, rank: int) -> None:
+        """Have a rank stop, as SIGSTOP does to what it sends and serves."""
+        self.fabric.stop(f"default/{rank}.")
+
+    def resume(self, rank: int) -> None:
+        """Have a stopped rank go on."""
+        self.fabric.resume(f"default/{rank}.")
+
+    async def _open(self, rank: int) -> AsyncEplbCommunicator:
+        return await AsyncEplbCommunicator.open(
+            rank=rank,
+            ep_size=self._placement.ep_size,
+            weights=self.rows[rank].layers,
+            placement=self._placement,
+            rendezvous=self.rendezvous,
+            settings=self._settings,
+            timeout=30.0,
+            engine=LoopEngine(asyncio.get_running_loop()),
+            native=self.fabric.native,
+        )
