@@ -128,6 +128,7 @@ class Session:
         deadline = started + timeout
         try:
             async with asyncio.timeout_at(deadline):
+                self._endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
                 await self.driver.until(lambda: self.driver.settled)
                 self._check_open()
                 before = loop.time()

@@ -206,7 +206,8 @@ def test_i10_cancellation_always_gets_through(turns: int) -> None:
             await eventually(lambda: all(comm.health().phase == "idle" for comm in cluster.comms))
             assert len({comm.placement for comm in cluster.comms}) == 1
             assert cluster.wrong_bytes() == 0
-            assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(OLD))
+            reports = await cluster.migrate(OLD)
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
             assert cluster.wrong_bytes() == 0
         assert not cluster.fabric.violations
 
