@@ -154,7 +154,9 @@ def test_i8_stale_duplicate_and_forged_messages_are_counted_and_dropped() -> Non
             before = driver.protocol.snapshot()
             forged = Codec(b"f" * 32, ep_size=2, num_layers=3)
             join = messages.Join(term=0, attempt=9, sender=1, digests=(b"x" * 16,) * 3, last_epoch=0)
-            stale = messages.Leave(sender=1, sender_incarnation=7, receiver_incarnation=driver.identity.incarnation)
+            stale = messages.Leave(
+                sender=1, sender_incarnation=7, receiver_incarnation=driver.identity.incarnation
+            )
             for data in (b"", b"garbage", forged.encode(join), driver._codec.encode(stale)):
                 driver.notification("somebody", data)
             assert driver.protocol.snapshot() == before
@@ -331,7 +333,9 @@ def test_i18_a_layer_counts_as_applied_only_when_its_event_has_completed() -> No
             await eventually(lambda: slow.waiting > 0)
             await asyncio.sleep(1.0)
             assert cluster.comms[0].placement == OLD
-            assert cluster.comms[0].health().committed == 1, "staging of one layer was reused before its event"
+            assert cluster.comms[0].health().committed == 1, (
+                "staging of one layer was reused before its event"
+            )
             slow.event.set()
             assert all(isinstance(report, MigrationReport) for report in await tasks)
             slow.event.clear()
