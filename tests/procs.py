@@ -1,7 +1,7 @@
-"""Real processes for tests: fresh ones that are forked, in milliseconds, from one that has imported everything.
+"""Real processes for tests: fresh ones, forked in milliseconds from one that has imported everything.
 
-UCX reads its environment once, so a transport needs processes of its own: a `Zygote` per transport, started with that
-environment, which imports NIXL and forks a process for each `start`. No agent ever lives in the zygote itself.
+UCX reads its environment once, so a transport needs processes of its own: a `Zygote` per transport is started
+with that environment, imports NIXL, and forks a process for each `start`. No agent ever lives in the zygote.
 
     with Zygote(UCX_TLS="tcp,self") as zygote:
         source = zygote.start(__file__, "serve", 4096)        # runs serve(pipe, 4096) in a new process
@@ -34,7 +34,7 @@ ROOT = TESTS.parent
 _FAILED = "raised in the process"
 
 
-class Failed(AssertionError):
+class Failed(AssertionError):  # noqa: N818 - reads as a verdict
     """What a process raised, with its traceback."""
 
 
@@ -70,7 +70,7 @@ class Process:
         self.exit_code()
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -101,10 +101,8 @@ class Zygote:
             raise TimeoutError(f"the zygote did not import NIXL within {START_SECONDS} s")
         self._pipe.recv()
 
-    def start(
-        self, file: str | Path, function: str, *args: Any, pipes: tuple[Connection, ...] = ()
-    ) -> Process:
-        """Fork a process that runs ``function(pipe, *pipes, *args)`` of a file, then exits as an interpreter does."""
+    def start(self, file: str | Path, function: str, *args: Any, pipes: tuple[Connection, ...] = ()) -> Process:
+        """Fork a process that runs ``function(pipe, *pipes, *args)`` of a file, then exits as usual."""
         ours, theirs = Pipe()
         self._pipe.send(("start", str(file), function, args, 1 + len(pipes)))
         for pipe in (theirs, *pipes):
@@ -115,7 +113,7 @@ class Zygote:
         return Process(self, pid, ours)
 
     def call(self, file: str | Path, function: str, *args: Any, timeout: float = 60.0, **more: Any) -> Any:
-        """Run ``function(pipe, *args)`` in a process of its own; returns what it returns, raises what it raises."""
+        """Run ``function(pipe, *args)`` in a process of its own, and return or raise what it does."""
         process = self.start(file, function, *args, **more)
         try:
             answer = process.receive(timeout)
@@ -173,6 +171,12 @@ def stacks(pid: int) -> str:
             state = (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
             lines.append(f"  thread {task.name} {(task / 'comm').read_text().strip()}: {state}")
     return "\n".join(lines)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and wait until every thread of it stands still: the signal alone returns before that."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(line.endswith((": T", ": t")) for line in stacks(pid).splitlines()), what="the stop")
 
 
 def wait_until(condition: Any, timeout: float = 30.0, what: str = "") -> None:

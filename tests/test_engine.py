@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from eplb_async.nixl.bindings import load
 from eplb_async.settings import Settings
 from eplb_async.testing import MemoryFabric
 from tests.nixl import contract
-from tests.procs import ROOT, Process, Zygote, wait_until
+from tests.procs import ROOT, Process, Zygote, stop, wait_until
 
 LIMIT = 20.0
 
@@ -360,9 +361,10 @@ async def test_dropping_an_agent_of_a_shared_engine_closes_that_agent(engine: En
     agent = await AsyncNixlAgent.open("dropped", Settings(), engine=engine, native=fabric.native)
     other = await AsyncNixlAgent.open("other", Settings(), engine=engine, native=fabric.native)
     endpoint = agent._endpoint
+    kept: list[Any] = [agent]
+    del agent
     with pytest.warns(ResourceWarning, match="dropped was never closed"):
-        del agent
-        gc.collect()
+        _drop(kept)
     async with asyncio.timeout(LIMIT):
         while not endpoint.closed:
             await asyncio.sleep(0.001)
@@ -403,6 +405,11 @@ async def test_an_agent_is_bound_to_its_loop() -> None:
     async with AsyncNixlAgent.open("bound", Settings(), native=MemoryFabric().native) as agent:
         with pytest.raises(RuntimeError, match="bound to the event loop that opened it"):
             await asyncio.to_thread(lambda: asyncio.run(agent.metadata()))
+
+
+def _drop(kept: list[Any]) -> None:
+    kept.clear()
+    gc.collect()
 
 
 def _noting(function: Any, threads: set[str]) -> Any:
@@ -452,7 +459,7 @@ class Open:
         assert np.array_equal(self.target, contract.data()["rows"])
 
     async def start_reading(self, source: int) -> asyncio.Task[None]:
-        os.kill(source, 19)
+        stop(source)
         reading = asyncio.create_task(self.read())
         while (await self.agent.stats()).in_flight == 0:
             await asyncio.sleep(0.001)
@@ -497,9 +504,7 @@ def test_a_script_may_exit_without_closing() -> None:
         "    return agent\n"
         "agent = asyncio.run(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr
 
@@ -541,7 +546,7 @@ def forks(control: Connection, blob: bytes, pid: int, how: str, in_flight: bool)
         time.sleep(0.005)
     assert os.waitstatus_to_exitcode(ended[1]) == 0
     if reading is not None:
-        os.kill(pid, 18)
+        os.kill(pid, signal.SIGCONT)
         opened.runner.run(_within(reading))
     opened.target[:] = 0
     opened.runner.run(opened.read())
@@ -578,9 +583,10 @@ def drops(control: Connection, blob: bytes, pid: int) -> None:
     thread = opened.agent._engine.thread  # type: ignore[attr-defined]
     reading.cancel()
     opened.runner.close()
+    kept: list[Any] = [opened]
+    del opened, reading
     with pytest.warns(ResourceWarning, match="never closed"):
-        del opened, reading
-        gc.collect()
+        _drop(kept)
     thread.join(LIMIT)
     assert not thread.is_alive()
     assert threads == {thread.name}

@@ -473,10 +473,10 @@ class Endpoint:
             self._on_notification(peer, message)
         progressed = bool(arrived)
         now = self.engine.loop.time()
-        # Nothing has ended for long: ask one after the other, a lap each, or many READs on a stopped peer cost
-        # that many polls a lap. Progress is made for all of them by the call above.
+        # Nothing has ended for long: ask one after the other, one every second lap, or many READs on a stopped
+        # peer cost that many polls a lap. Progress is made for all of them by the call above.
         stale = now - self._last_end > _STALE_SECONDS and not self.native.moved
-        turn = self.poller.laps % max(1, len(self._transfers))
+        turn = -1 if self.poller.laps % 2 else self.poller.laps // 2 % max(1, len(self._transfers))
         for i, transfer in enumerate(list(self._transfers)):
             if not transfer.pollable or transfer.handle is None:
                 continue

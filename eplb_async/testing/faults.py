@@ -133,18 +133,14 @@ class FaultPlan:
         fault = ReadFault(agent, peer, nth, min_bytes, delay=delay)
         return self._add(self._reads, "late_landing", fault)
 
-    def hold_read(
-        self, agent: str = "", *, peer: str = "", nth: int | None = 0, min_bytes: int = 0
-    ) -> FaultPlan:
+    def hold_read(self, agent: str = "", *, peer: str = "", nth: int | None = 0, min_bytes: int = 0) -> FaultPlan:
         """Keep a READ ``PROC`` until :meth:`MemoryFabric.unhold`."""
         fault = ReadFault(agent, peer, nth, min_bytes, held=True)
         return self._add(self._reads, "hold_read", fault, skip=("held",))
 
     def drop_notif(self, sender: str = "", *, receiver: str = "", nth: int | None = 0) -> FaultPlan:
         """Lose a notification."""
-        return self._add(
-            self._notifs, "drop_notif", NotifFault(sender, receiver, nth, copies=0), skip=("copies",)
-        )
+        return self._add(self._notifs, "drop_notif", NotifFault(sender, receiver, nth, copies=0), skip=("copies",))
 
     def duplicate_notif(
         self, sender: str = "", *, receiver: str = "", nth: int | None = 0, copies: int = 2
@@ -152,9 +148,7 @@ class FaultPlan:
         """Deliver a notification several times."""
         return self._add(self._notifs, "duplicate_notif", NotifFault(sender, receiver, nth, copies))
 
-    def delay_notif(
-        self, sender: str = "", *, receiver: str = "", nth: int | None = 0, delay: float
-    ) -> FaultPlan:
+    def delay_notif(self, sender: str = "", *, receiver: str = "", nth: int | None = 0, delay: float) -> FaultPlan:
         """Deliver a notification late, so that later ones of the same pair overtake it."""
         return self._add(self._notifs, "delay_notif", NotifFault(sender, receiver, nth, delay=delay))
 

@@ -133,9 +133,7 @@ class MemoryFabric:
         """What an agent's process does; an agent that never was, or was destroyed, is dead."""
         while self._pending_agent_faults and self._pending_agent_faults[0].at <= self.now():
             fault = self._pending_agent_faults.pop(0)
-            self._set(
-                fault.agent, {"kill": Life.DEAD, "stop": Life.STOPPED, "resume": Life.RUNNING}[fault.what]
-            )
+            self._set(fault.agent, {"kill": Life.DEAD, "stop": Life.STOPPED, "resume": Life.RUNNING}[fault.what])
         return self._life.get(agent, Life.DEAD)
 
     def reachable(self, one: str, other: str) -> bool:
@@ -272,9 +270,7 @@ class MemoryNative:
         incarnation, blocks = json.loads(metadata[at + 2 + size : -4])
         known = self._remotes.get(name)
         if known is not None and known.incarnation != incarnation:
-            raise NixlTransferFailed(
-                "a second live agent", status="nixlNotAllowedError", peer=name, phase="add"
-            )
+            raise NixlTransferFailed("a second live agent", status="nixlNotAllowedError", peer=name, phase="add")
         remote = self._remotes.setdefault(name, _Remote(incarnation))
         remote.blocks += [(address, length) for address, length in blocks]  # additive (25)
         return name
@@ -314,9 +310,7 @@ class MemoryNative:
         ):
             raise NixlTransferFailed("not registered", status="nixlNotFoundError", peer=peer, phase="make")
         if [n for _, n in ours] != [n for _, n in theirs]:
-            raise NixlTransferFailed(
-                "lengths differ", status="nixlInvalidParamError", peer=peer, phase="make"
-            )
+            raise NixlTransferFailed("lengths differ", status="nixlInvalidParamError", peer=peer, phase="make")
         request = _Request(peer, known.incarnation, list(zip(ours, theirs, strict=True)), nbytes, faults)
         self._raise_fault(request, "make")
         self.fabric.open_handles += 1
@@ -327,9 +321,7 @@ class MemoryNative:
         self._enter("post")
         request = _request(handle)
         if request.in_flight:
-            raise NixlTransferFailed(
-                "active", status="nixlRepostActiveError", peer=request.peer, phase="post"
-            )
+            raise NixlTransferFailed("active", status="nixlRepostActiveError", peer=request.peer, phase="post")
         self._refuse_unreachable(request, "post")
         now = self.fabric.now()
         self.fabric.log.append((self.name, request.peer, request.nbytes))
@@ -363,9 +355,7 @@ class MemoryNative:
         if not request.landed:
             self._refuse_unreachable(request, "poll")
         fault = request.failing("poll")
-        if fault is not None and self.fabric.now() >= min(
-            request.due, request.posted_at + self.fabric.latency
-        ):
+        if fault is not None and self.fabric.now() >= min(request.due, request.posted_at + self.fabric.latency):
             self._raise_fault(request, "poll")
         self._land(request)
         return State.DONE if request.landed and fault is None else State.PROC
@@ -454,9 +444,7 @@ class MemoryNative:
 
     def _source(self, request: _Request) -> MemoryNative | None:
         source = self.fabric.agents.get(request.peer)
-        return (
-            source if source and source.incarnation == request.incarnation and not source.destroyed else None
-        )
+        return source if source and source.incarnation == request.incarnation and not source.destroyed else None
 
     def _reaches(self, peer: str, incarnation: int) -> bool:
         target = self.fabric.agents.get(peer)

@@ -22,6 +22,10 @@ class PatternWeights:
             [torch.zeros(shape[1], nbytes, dtype=torch.uint8) for nbytes in row_bytes]
             for _ in range(shape[0])
         ]
+        self.fill(placement)
+
+    def fill(self, placement: Placement) -> None:
+        """Write into every row what a placement says."""
         for layer, tensor, slot, expert in self._slots(placement):
             self.layers[layer][tensor][slot] = torch.from_numpy(self.expected(layer, tensor, expert))
 

@@ -7,6 +7,7 @@ bytes are not what a placement calls for.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 import signal
@@ -237,6 +238,10 @@ class _Rank:
         assert self.rows.pointers() == self.pointers, "a storage pointer changed"
         return self.rows.wrong_bytes(wanted)
 
+    async def refill(self) -> None:
+        """Write into every row what the placement says."""
+        self.rows.fill(self.opened.placement)
+
     async def placement(self) -> Placement:
         return self.opened.placement
 
@@ -263,6 +268,10 @@ class _Rank:
 
     async def close(self) -> tuple[str, ...]:
         return await self.opened.aclose()
+
+    async def run(self, module: str, function: str, *args: Any) -> Any:
+        """Await ``module.function(communicator, *args)``."""
+        return await getattr(importlib.import_module(module), function)(self.opened, *args)
 
     async def leave(self) -> None:
         """End the interpreter with whatever is running."""

@@ -33,7 +33,7 @@ from eplb_async.nixl.bindings import load
 from eplb_async.nixl.card import seal
 from eplb_async.settings import Settings
 from tests.nixl import contract
-from tests.procs import Process, Zygote
+from tests.procs import Process, Zygote, stop
 
 PROMPT = 10.0  # seconds within which what is noticed "at once" has been noticed, on a loaded machine
 MIB = 1 << 20
@@ -72,14 +72,14 @@ class Bench:
     def signal(self, what: signal.Signals) -> None:
         os.kill(self.pid, what)
 
-    def read(self, first: int, stop: int, timeout: float | None = None) -> Awaitable[Any]:
+    def read(self, first: int, last: int, timeout: float | None = None) -> Awaitable[Any]:
         bulk = self.peer.region("bulk")
-        return self.agent.read(self.region[first:stop], bulk[first:stop], timeout=timeout)
+        return self.agent.read(self.region[first:last], bulk[first:last], timeout=timeout)
 
-    async def stopped_read(self, first: int, stop: int, timeout: float | None = None) -> asyncio.Task[Any]:
+    async def stopped_read(self, first: int, last: int, timeout: float | None = None) -> asyncio.Task[Any]:
         """Stop the source, then have a READ from it in flight."""
-        self.signal(signal.SIGSTOP)
-        reading = asyncio.ensure_future(self.read(first, stop, timeout))
+        stop(self.pid)
+        reading = asyncio.ensure_future(self.read(first, last, timeout))
         await until(self.is_in_flight)
         return reading  # type: ignore[return-value]
 
@@ -181,7 +181,7 @@ async def stopped_past_the_deadline(bench: Bench) -> float:
             worst, last = max(worst, now - last), now
 
     ticking = asyncio.create_task(tick())
-    bench.signal(signal.SIGSTOP)
+    stop(bench.pid)
     with pytest.raises(NixlTransferTimeout) as caught:
         await bench.read(8, 9, timeout=0.5)
     error = caught.value
@@ -258,8 +258,8 @@ async def untouched(target: np.ndarray, seconds: float) -> None:
 @reader
 async def waiting_for_long(bench: Bench) -> list[tuple[int, float]]:
     costs = []
-    for first, stop in ((0, 1), (1, 64)):
-        reading = await bench.stopped_read(first, stop)
+    for first, last in ((0, 1), (1, 64)):
+        reading = await bench.stopped_read(first, last)
         polls, cpu = (await bench.agent.stats()).polls, time.process_time()
         await asyncio.sleep(2)
         costs.append(((await bench.agent.stats()).polls - polls, time.process_time() - cpu))
@@ -312,7 +312,7 @@ def watched(control: Connection, blob: bytes, pid: int) -> tuple[set[str], int]:
                 await agent.add_peer(seal("stranger", b"garbage", [], b""))
             await agent.read(region[:], peer.region("rows")[:], notif=b"x")
             await agent.notify(peer, b"y")
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             reading = asyncio.create_task(agent.read(region[:], peer.region("rows")[:], timeout=0.2))
             with pytest.raises(NixlTransferTimeout):
                 await reading
