@@ -314,6 +314,7 @@ class AsyncEplbCommunicator:
             raise CommunicatorClosed("the communicator is closed")
 
     def _check_loop(self) -> None:
+        self._engine.check_process()
         if threading.get_ident() != self._thread or asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(
                 "the communicator is bound to the event loop that opened it; use it from there"
@@ -322,13 +323,16 @@ class AsyncEplbCommunicator:
     def __del__(self) -> None:
         if getattr(self, "_closed", True):
             return
-        warnings.warn(
-            f"rank {self._session.driver.identity.rank}'s communicator was never closed; use `async with`",
-            ResourceWarning,
-            stacklevel=2,
-        )
+        try:
+            self._engine.check_process()
+        except CommunicatorClosed:  # a fork's copy: nothing of it is ours to close
+            return
+        rank = self._session.driver.identity.rank
         if isinstance(self._engine, Engine):
             self._engine.request_stop()
+        warnings.warn(
+            f"rank {rank}'s communicator was never closed; use `async with`", ResourceWarning, stacklevel=2
+        )
 
     def __repr__(self) -> str:
         me = self._session.driver.identity

@@ -60,9 +60,7 @@ class AsyncNixlAgent:
     inside :meth:`serving` until nobody reads any more (I-17).
     """
 
-    def __init__(
-        self, name: str, engine: LoopEngine, endpoint: Endpoint, inbox: _Inbox, *, owns_engine: bool
-    ) -> None:
+    def __init__(self, name: str, engine: LoopEngine, endpoint: Endpoint, inbox: _Inbox, *, owns_engine: bool) -> None:
         self.name = name
         self._engine = engine
         self._endpoint = endpoint
@@ -276,9 +274,7 @@ class AsyncNixlAgent:
 
     def _check_loop(self) -> None:
         if threading.get_ident() != self._thread or asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError(
-                f"agent {self.name} is bound to the event loop that opened it; use it from there"
-            )
+            raise RuntimeError(f"agent {self.name} is bound to the event loop that opened it; use it from there")
 
     def __del__(self) -> None:
         if self._closed:
@@ -290,9 +286,7 @@ class AsyncNixlAgent:
                 engine.request_stop()
             else:
                 engine.post(lambda: engine.spawn(endpoint.close(), f"close of {endpoint.name}"))
-        except (
-            CommunicatorClosed
-        ):  # the engine has stopped, or this is a forked child: nothing is left to close
+        except CommunicatorClosed:  # the engine has stopped, or this is a forked child: nothing is left to close
             return
         warnings.warn(f"agent {self.name} was never closed; use `async with`", ResourceWarning, stacklevel=2)
 

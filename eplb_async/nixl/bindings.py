@@ -150,14 +150,10 @@ class NixlNative:
             return function(*args)
         except self._disconnected as error:
             traceback.clear_frames(error.__traceback__)
-            raise NixlPeerDisconnected(
-                str(error), status=type(error).__name__, peer=peer, phase=phase
-            ) from error
+            raise NixlPeerDisconnected(str(error), status=type(error).__name__, peer=peer, phase=phase) from error
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
-            raise NixlTransferFailed(
-                str(error), status=type(error).__name__, peer=peer, phase=phase
-            ) from error
+            raise NixlTransferFailed(str(error), status=type(error).__name__, peer=peer, phase=phase) from error
         finally:
             del function, args  # both hold the agent, and a traceback of ours may be kept past destroy()
             self._note(started, phase)

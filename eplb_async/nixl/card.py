@@ -48,16 +48,13 @@ class Card(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
     def extents(self) -> list[Extent]:
         """The regions as extents."""
         return [
-            Extent(r.name, r.address, r.row_bytes, r.row_stride, r.num_rows, r.memory, r.device)
-            for r in self.regions
+            Extent(r.name, r.address, r.row_bytes, r.row_stride, r.num_rows, r.memory, r.device) for r in self.regions
         ]
 
 
 def seal(name: str, metadata: bytes, extents: list[Extent], key: bytes) -> bytes:
     """Encode and sign a card."""
-    regions = [
-        _Extent(e.name, e.address, e.row_bytes, e.row_stride, e.num_rows, e.memory, e.device) for e in extents
-    ]
+    regions = [_Extent(e.name, e.address, e.row_bytes, e.row_stride, e.num_rows, e.memory, e.device) for e in extents]
     payload = msgspec.msgpack.encode(Card(_VERSION, name, metadata, regions))
     return _MAGIC + _digest(payload, key) + payload
 

@@ -237,9 +237,7 @@ class Endpoint:
             name = self.native.add_remote(card.metadata)
             try:
                 if name != card.name:
-                    raise HandshakeError(
-                        f"card of {card.name!r} carries the metadata of another agent, {name!r}"
-                    )
+                    raise HandshakeError(f"card of {card.name!r} carries the metadata of another agent, {name!r}")
                 self.native.connect(name)
             except BaseException:
                 with contextlib.suppress(NixlTransferFailed):
@@ -501,9 +499,7 @@ class Endpoint:
         elif state is State.ERR:
             self._failed(transfer, NixlTransferFailed(phase="poll"))
         elif transfer.fate is Fate.ACTIVE and now >= transfer.deadline:
-            late = NixlTransferTimeout(
-                "it may still land; its memory stays leased until it ends", phase="poll"
-            )
+            late = NixlTransferTimeout("it may still land; its memory stays leased until it ends", phase="poll")
             self._fail(transfer, late, Fate.QUARANTINED)
 
     def _failed(self, transfer: Transfer, error: NixlTransferFailed) -> None:
@@ -554,14 +550,10 @@ class Endpoint:
         self, local: Descriptors, local_memory: str, remote: Descriptors, remote_memory: str, peer: Peer
     ) -> None:
         if local.shape != remote.shape or local.ndim != 2 or local.shape[1:] != (3,) or not len(local):
-            raise TransferError(
-                f"descriptor lists of shapes {local.shape} and {remote.shape}, need equal [n, 3]"
-            )
+            raise TransferError(f"descriptor lists of shapes {local.shape} and {remote.shape}, need equal [n, 3]")
         if not np.array_equal(local[:, 1], remote[:, 1]):
             at = int(np.argmax(local[:, 1] != remote[:, 1]))
-            raise TransferError(
-                f"descriptor {at}: {local[at, 1]} bytes here, {remote[at, 1]} bytes at {peer.name}"
-            )
+            raise TransferError(f"descriptor {at}: {local[at, 1]} bytes here, {remote[at, 1]} bytes at {peer.name}")
         if not local[:, 1].all():
             raise TransferError("a descriptor of zero bytes")
         for blocks, memory, coverage, whose in (

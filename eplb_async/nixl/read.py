@@ -43,9 +43,7 @@ def pair(local: Span, remote: Span) -> Blocks:
                 f"local {local.extent.name!r} has rows of {local.extent.row_bytes} bytes, remote "
                 f"{remote.extent.name!r} of {remote.extent.row_bytes}"
             )
-        ours, theirs = (
-            (_cut_like(ours, theirs), theirs) if len(ours) == 1 else (ours, _cut_like(theirs, ours))
-        )
+        ours, theirs = (_cut_like(ours, theirs), theirs) if len(ours) == 1 else (ours, _cut_like(theirs, ours))
     return Blocks(ours, theirs, local.memory, remote.memory)
 
 
@@ -65,9 +63,7 @@ def chunks(blocks: Blocks, settings: Settings) -> Iterator[Blocks]:
         yield Blocks(local[start:], remote[start:], blocks.local_memory, blocks.remote_memory)
 
 
-async def read(
-    endpoint: Endpoint, local: Span, remote: Span, *, timeout: float, notif: bytes = b""
-) -> TransferStats:
+async def read(endpoint: Endpoint, local: Span, remote: Span, *, timeout: float, notif: bytes = b"") -> TransferStats:
     """Read a peer's rows into ours; runs on the engine loop.
 
     The notification goes with the last post, which is made when all others have completed. Fails only when
@@ -75,9 +71,7 @@ async def read(
     """
     peer = endpoint.peers.get(remote.owner)
     if peer is None:
-        raise TransferError(
-            f"region {remote.extent.name!r} belongs to {remote.owner or 'us'}, which is no peer"
-        )
+        raise TransferError(f"region {remote.extent.name!r} belongs to {remote.owner or 'us'}, which is no peer")
     loop = asyncio.get_running_loop()
     started = loop.time()
     blocks = pair(local, remote)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -68,3 +69,34 @@ async def raw_reads(comm: Any, peer: int) -> float:
 
     result: float = await comm._engine.run(run)
     return result
+
+
+async def lag_of_migrate(comm: Any, placement: Any) -> list[float]:
+    """Lags of a 1 ms ticker on the user's loop while it migrates, in seconds."""
+    return await _lags_while(comm.migrate(placement, timeout=60.0))
+
+
+async def lag_of_copies(comm: Any, nbytes: int, chunk: int, times: int) -> list[float]:
+    """The same ticker while two threads copy as many bytes as a READ and an apply do, without NIXL."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+
+    def copy() -> None:
+        for _ in range(times):
+            for at in range(0, nbytes, chunk):
+                target[at : at + chunk] = source[at : at + chunk]
+
+    async def both() -> None:
+        await asyncio.gather(asyncio.to_thread(copy), asyncio.to_thread(copy))
+
+    return await _lags_while(both())
+
+
+async def _lags_while(work: Coroutine[Any, Any, object]) -> list[float]:
+    lags = []
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        started = time.perf_counter()
+        await asyncio.sleep(0.001)
+        lags.append(time.perf_counter() - started - 0.001)
+    await task
+    return lags
