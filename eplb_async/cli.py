@@ -31,13 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_count(2, 64), default=2, help="rank processes (default %(default)s)")
     parser.add_argument("--layers", type=_count(1, 512), default=4, help="layers (default %(default)s)")
-    parser.add_argument(
-        "--experts", type=_count(2, 4096), default=8, help="slots of each rank (default %(default)s)"
-    )
+    parser.add_argument("--experts", type=_count(2, 4096), default=8, help="slots of each rank (default %(default)s)")
     parser.add_argument("--mib", type=float, default=2.0, help="MiB of one expert (default %(default)s)")
-    parser.add_argument(
-        "--rounds", type=_count(1, 10_000), default=5, help="migrations (default %(default)s)"
-    )
+    parser.add_argument("--rounds", type=_count(1, 10_000), default=5, help="migrations (default %(default)s)")
     parser.add_argument(
         "--transport", choices=("auto", "tcp"), default="auto", help="UCX's choice, or UCX_TLS=tcp,self"
     )

@@ -95,9 +95,7 @@ class LoopEngine:
             else:
                 self.loop.call_soon_threadsafe(callback)
         except RuntimeError:
-            raise CommunicatorClosed(
-                "the engine loop has stopped; open a new communicator or agent"
-            ) from None
+            raise CommunicatorClosed("the engine loop has stopped; open a new communicator or agent") from None
 
     def check_process(self) -> None:
         """Refuse to be used in a fork of the process that the engine lives in.

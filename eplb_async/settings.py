@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 _MIB = 1 << 20
+_YEAR = 365 * 86_400
 
 # name -> (lowest, highest) of the numeric settings; units are in the field's docstring line below.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -125,15 +126,26 @@ class Settings:
 def _parse(variable: str, text: str, like: object) -> object:
     try:
         if isinstance(like, bool):
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
-                text.lower()
-            ]
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(like, bytes):
             return text.encode()
         return int(text) if isinstance(like, int) else float(text) if isinstance(like, float) else text
     except (KeyError, ValueError):
         shown = "" if isinstance(like, bytes) else f"={text!r}"
         raise ValueError(f"{variable}{shown} is not a {type(like).__name__}") from None
+
+
+def seconds(given: float | None, default: float) -> float:
+    """A timeout that a caller gave, or the default.
+
+    Raises:
+        ValueError: It is negative, endless or no number; every wait has a finite deadline (I-11).
+    """
+    if given is None:
+        return default
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= _YEAR:
+        raise ValueError(f"timeout={given!r} is not a number of seconds from 0 to {_YEAR}")
+    return float(given)
 
 
 DEFAULTS = Settings()

@@ -30,6 +30,7 @@ from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.communicator")
+_DISCONNECTED = "disconnected"
 _QUIET = (Phase.IDLE, Phase.CLOSED, Phase.FENCED)
 
 
@@ -102,8 +103,8 @@ class Driver:
     def disconnected(self, agent: str) -> None:
         """NIXL says that an agent is gone: proof, if it is its rank's current one."""
         member = self.roster.by_agent(agent)
-        if member is not None and member.rank not in self.degraded:
-            self.degraded[member.rank] = "disconnected"
+        if member is not None and self.degraded.get(member.rank) != _DISCONNECTED:
+            self.degraded[member.rank] = _DISCONNECTED
             _log.warning("rank %d (%s) disconnected; its process died or closed", member.rank, agent)
             # Not from within a send of the protocol's own commands.
             self._engine.loop.call_soon(self.gone, member.rank, Proof.DISCONNECTED)
@@ -181,9 +182,7 @@ class Driver:
             case events.Ended():
                 if attempt is not None:
                     if not command.complete:
-                        self._linger_until = (
-                            self._engine.loop.time() + 1.0
-                        )  # peers may still read from us (I-17)
+                        self._linger_until = self._engine.loop.time() + 1.0  # peers may still read from us (I-17)
                     self._engine.spawn(self._finish(attempt, command), "end of an epoch")
             case events.InDoubt(reason):
                 self.last_error = reason
@@ -208,6 +207,9 @@ class Driver:
     async def _finish(self, attempt: Attempt, ended: events.Ended) -> None:
         try:
             await attempt.finish(ended)
+        except Exception as error:  # rows of a committed layer are neither old nor new: not to be used (I-7)
+            self._end_for_good(f"broken: a committed layer could not be applied: {error!r}")
+            self.feed(events.Close())
         finally:
             if self.attempt is attempt:
                 self.attempt = None

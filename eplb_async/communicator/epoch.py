@@ -110,7 +110,7 @@ class EpochRun:
         self._jobs: dict[int, LayerJob] = {}
         self._ready = [False] * plan.new.num_layers
         self._staged = 0
-        self._applied = 0
+        self._applied = self._commit_to = 0
         self._failed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._copies: set[asyncio.Task[None]] = set()
@@ -130,10 +130,10 @@ class EpochRun:
     def commit(self, upto: int) -> None:
         """Layers below ``upto`` are decided: apply them, in order."""
         self._commit_to = upto
+        if self._apply_task is not None and self._apply_task.done() and self._apply_task.exception() is not None:
+            return  # a layer could not be applied: nothing after it may be
         if self._apply_task is None or self._apply_task.done():
             self._apply_task = self._engine.spawn(self._apply_layers(), f"apply on rank {self.rank}")
-
-    _commit_to = 0
 
     async def finish(self, committed: int) -> None:
         """The epoch is over: stop what is under way, see the apply of layers below ``committed`` through.
@@ -187,9 +187,7 @@ class EpochRun:
             for tensor, spec in enumerate(job.specs)
             if spec.row_bytes
         ]
-        task = self._engine.loop.create_task(
-            self._copier.copy(copies), name=f"local copies of layer {job.layer}"
-        )
+        task = self._engine.loop.create_task(self._copier.copy(copies), name=f"local copies of layer {job.layer}")
         self._copies.add(task)
         return task
 
@@ -279,9 +277,7 @@ class EpochRun:
             return
         staged = self._staged_rows(job, entries).numpy()
         for row, move in zip(staged, job.moves, strict=True):
-            where = (
-                f"layer {job.layer}, expert {move.expert} from slot {move.source_slot} of rank {move.source}"
-            )
+            where = f"layer {job.layer}, expert {move.expert} from slot {move.source_slot} of rank {move.source}"
             check_entry(row.tobytes(), move.expert, self._version, where)
 
     # --------------------------------------------------------------------------------------------- apply

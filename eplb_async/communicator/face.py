@@ -24,7 +24,7 @@ from eplb_async.nixl.agent import real
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.opening import Opening
 from eplb_async.rendezvous import Rendezvous, join, resolve
-from eplb_async.settings import Settings
+from eplb_async.settings import Settings, seconds
 from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
 
 _log = logging.getLogger("eplb_async.communicator")
@@ -37,9 +37,7 @@ class AsyncEplbCommunicator:
     Bound to the loop that opened it; only :meth:`health` and :attr:`placement` may be used from other threads.
     """
 
-    def __init__(
-        self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous | None
-    ) -> None:
+    def __init__(self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous | None) -> None:
         self._engine = engine
         self._session = session
         self._weights = weights
@@ -102,10 +100,8 @@ class AsyncEplbCommunicator:
                 raise ValueError(f"rank {rank} is not in [0, {ep_size})")
             rows = ExpertWeights(weights, placement.num_local_experts, entries=settings.verify != "off")
             if rows.num_layers != placement.num_layers:
-                raise WeightsError(
-                    f"weights of {rows.num_layers} layers, placement of {placement.num_layers}"
-                )
-            limit = settings.peer_timeout if timeout is None else timeout
+                raise WeightsError(f"weights of {rows.num_layers} layers, placement of {placement.num_layers}")
+            limit = seconds(timeout, settings.peer_timeout)
             label = node or _boot_id()
             where = engine or Engine(f"eplb-async {group}/{rank}", use_uvloop=settings.use_uvloop)
             try:
@@ -227,7 +223,7 @@ class AsyncEplbCommunicator:
         session = self._session
         if not isinstance(placement, Placement):
             raise PlacementError(f"need a Placement, not {type(placement).__name__}")
-        limit = session.settings.migrate_timeout if timeout is None else timeout
+        limit = seconds(timeout, session.settings.migrate_timeout)
         with self._doing("migrate"):
             self._weights.moved()
             return await self._engine.run(lambda: session.migrate(placement, limit))
@@ -281,7 +277,7 @@ class AsyncEplbCommunicator:
         self._check_loop()
         self._closed = True
         session, store, engine = self._session, self._store, self._engine
-        limit = session.settings.close_timeout if timeout is None else timeout
+        limit = seconds(timeout, session.settings.close_timeout)
 
         async def close() -> tuple[str, ...]:
             try:
@@ -316,9 +312,7 @@ class AsyncEplbCommunicator:
     def _check_loop(self) -> None:
         self._engine.check_process()
         if threading.get_ident() != self._thread or asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError(
-                "the communicator is bound to the event loop that opened it; use it from there"
-            )
+            raise RuntimeError("the communicator is bound to the event loop that opened it; use it from there")
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True):
@@ -330,9 +324,7 @@ class AsyncEplbCommunicator:
         rank = self._session.driver.identity.rank
         if isinstance(self._engine, Engine):
             self._engine.request_stop()
-        warnings.warn(
-            f"rank {rank}'s communicator was never closed; use `async with`", ResourceWarning, stacklevel=2
-        )
+        warnings.warn(f"rank {rank}'s communicator was never closed; use `async with`", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         me = self._session.driver.identity
@@ -360,4 +352,3 @@ def _boot_id() -> str:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return socket.gethostname()
-

@@ -97,14 +97,10 @@ class Introducer:
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
             raise HandshakeError(f"rank {rank} has another layout: {'; '.join(differences[:_SHOWN])}{more}")
         if intro.placement_digest != self._placement_digest and newer_than < 0:
-            raise HandshakeError(
-                f"rank {rank} was opened with another placement, ep_size or number of experts"
-            )
+            raise HandshakeError(f"rank {rank} was opened with another placement, ep_size or number of experts")
         peer = endpoint.add_peer(intro.metadata)
         if peer.name != intro.agent:
-            raise HandshakeError(
-                f"rank {rank}: its blob names agent {intro.agent!r}, its metadata {peer.name!r}"
-            )
+            raise HandshakeError(f"rank {rank}: its blob names agent {intro.agent!r}, its metadata {peer.name!r}")
         member = Member(rank, intro.incarnation, intro.node, peer, layout)
         replaced = self._roster.put(member)
         self._driver.degraded.pop(rank, None)
@@ -142,11 +138,7 @@ class Introducer:
         """A member recycled its agent: take the new one, and say so."""
         known = self._roster.get(message.sender)
         endpoint = self._driver.endpoint
-        if (
-            known is None
-            or endpoint is None
-            or not self._roster.same_start(message.sender, message.sender_incarnation)
-        ):
+        if known is None or endpoint is None or not self._roster.same_start(message.sender, message.sender_incarnation):
             self._driver.dropped["another incarnation"] += 1
             return
         try:

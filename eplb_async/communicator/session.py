@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+from collections import Counter
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -79,16 +80,12 @@ class Session:
             roster=self._roster,
             num_layers=placement.num_layers,
         )
-        self._introducer = Introducer(
-            self.driver, self._roster, weights.layout, placement.digest(), key, settings
-        )
+        self._introducer = Introducer(self.driver, self._roster, weights.layout, placement.digest(), key, settings)
         for layer in range(placement.num_layers):
             weights.write_entries(layer, placement.local(identity.rank)[layer].tolist(), self.version)
         needed = _largest_layer(weights, placement)
         devices = {memory_of(str(t.device)): t.device for tensors in weights.layers for t in tensors.values()}
-        buffers = make_buffers(
-            staging, needed, devices | {"DRAM": torch.device("cpu")}, settings.staging_layers
-        )
+        buffers = make_buffers(staging, needed, devices | {"DRAM": torch.device("cpu")}, settings.staging_layers)
         self._staging = Staging(buffers)
         self._staging.leased = self._is_leased
         self._retiring: Endpoint | None = None
@@ -172,9 +169,7 @@ class Session:
         """The caller says that a rank is dead."""
         self._check_open()
         if not 0 <= rank < self.driver.identity.ep_size or rank == self.driver.identity.rank:
-            raise ValueError(
-                f"rank {rank} is not another rank of this group of {self.driver.identity.ep_size}"
-            )
+            raise ValueError(f"rank {rank} is not another rank of this group of {self.driver.identity.ep_size}")
         self.driver.gone(rank, Proof.EXCLUDED)
 
     def health(self) -> Health:
@@ -198,7 +193,7 @@ class Session:
             oldest_read_peer=stats.oldest_peer,
             quarantined_bytes=stats.quarantined_bytes,
             recycled=self.recycled,
-            dropped=dict(self.driver.dropped + protocol.dropped),
+            dropped=dict(Counter(dict(self.driver.dropped)) + Counter(dict(protocol.dropped))),
             last_error=self.driver.last_error,
         )
 
@@ -254,9 +249,7 @@ class Session:
 
     def _plan(self, new: Placement) -> MigrationPlan:
         members = self.driver.protocol.members
-        nodes = {m.rank: m.node for m in self._roster} | {
-            self.driver.identity.rank: self.driver.identity.node
-        }
+        nodes = {m.rank: m.node for m in self._roster} | {self.driver.identity.rank: self.driver.identity.node}
         labels = [nodes.get(rank, "") for rank in range(self.driver.identity.ep_size)]
         return plan(self.placement, new, nodes=labels, members=members)
 

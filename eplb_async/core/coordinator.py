@@ -201,9 +201,7 @@ class Coordinator:
     def _end_ballot(self, origin: int, reason: str) -> Sends:
         ballot, self.ballot = self.ballot, None
         if ballot is not None:
-            yield from self._end(
-                ballot.attempts, origin, reason, epoch=ballot.epoch, upto=ballot.upto, at=ballot.at
-            )
+            yield from self._end(ballot.attempts, origin, reason, epoch=ballot.epoch, upto=ballot.upto, at=ballot.at)
 
     def _end(
         self,

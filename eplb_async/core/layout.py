@@ -94,9 +94,7 @@ class Layout:
 
     def fingerprint(self) -> bytes:
         """A 16-byte BLAKE2b digest of what must agree: equal exactly where `compare` finds no difference."""
-        agreed = [
-            [[getattr(place.spec, part) for part in _AGREED] for place in layer] for layer in self.layers
-        ]
+        agreed = [[[getattr(place.spec, part) for part in _AGREED] for place in layer] for layer in self.layers]
         return hashlib.blake2b(json.dumps(agreed).encode(), digest_size=16, person=b"eplb layout 1").digest()
 
     def check(self) -> None:
@@ -132,9 +130,7 @@ class Layout:
         layers = []
         for layer, places in enumerate(_sequence(plain, "layout")):
             tensors = enumerate(_sequence(places, f"layer {layer}"))
-            layers.append(
-                tuple(_place(record, f"layer {layer}, tensor {tensor}") for tensor, record in tensors)
-            )
+            layers.append(tuple(_place(record, f"layer {layer}, tensor {tensor}") for tensor, record in tensors))
         layout = cls(tuple(layers))
         layout.check()
         return layout

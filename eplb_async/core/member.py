@@ -46,9 +46,7 @@ class Member:
 
     def _books(self, attempts: dict[int, int]) -> Coordinator:
         view = self._view
-        return Coordinator(
-            self.rank, view.installed, view.members, self.num_layers, last_attempt=dict(attempts)
-        )
+        return Coordinator(self.rank, view.installed, view.members, self.num_layers, last_attempt=dict(attempts))
 
     def _finish(self, origin: int, reason: str) -> None:
         self._out += self._part.finish(origin, reason, rank=self.rank)
@@ -195,9 +193,7 @@ class Member:
         if not view.members & bit(sender):
             self._fence(sender)
             raise Ignored("foreign")
-        if view.gone & bit(
-            sender
-        ):  # it can never agree; answering would only set two openers against each other
+        if view.gone & bit(sender):  # it can never agree; answering would only set two openers against each other
             raise Ignored("gone")
         if message.term <= view.promised:
             if message.term < view.promised:
@@ -233,9 +229,7 @@ class Member:
 
     def _on_install(self, message: messages.Install) -> None:
         view = self._view
-        if message.term <= view.installed or (
-            message.term < view.promised and message.members & bit(self.rank)
-        ):
+        if message.term <= view.installed or (message.term < view.promised and message.members & bit(self.rank)):
             raise Ignored("stale")
         self._install(message, {})
         self._try_view()

@@ -141,9 +141,7 @@ class Placement:
         sizes = ("num_layers", "num_physical", "num_logical", "ep_size")
         pairs = [(name, getattr(self, name), getattr(new, name)) for name in sizes]
         unequal = [
-            f"{name} is {mine} in the old and {theirs} in the new"
-            for name, mine, theirs in pairs
-            if mine != theirs
+            f"{name} is {mine} in the old and {theirs} in the new" for name, mine, theirs in pairs if mine != theirs
         ]
         if unequal:
             raise PlacementError("the placements do not fit together: " + "; ".join(unequal))
@@ -195,9 +193,7 @@ def _integers(source: Any) -> NDArray[Any]:
     except (TypeError, ValueError) as error:
         raise PlacementError(f"physical_to_logical_map is not an array of integers: {error}") from error
     if ids.ndim != 2:
-        raise PlacementError(
-            f"physical_to_logical_map has shape {ids.shape}; it must be [num_layers, num_physical]"
-        )
+        raise PlacementError(f"physical_to_logical_map has shape {ids.shape}; it must be [num_layers, num_physical]")
     if ids.size == 0:
         raise PlacementError(f"physical_to_logical_map is empty: its shape is {ids.shape}")
     if not np.issubdtype(ids.dtype, np.integer):
@@ -248,9 +244,7 @@ def _check_covered(ids: NDArray[Any], num_logical: int) -> None:
         )
     absent_at = _count(ids, num_logical) == 0
     if absent_at.any():
-        raise PlacementError(
-            f"every expert needs a copy in every layer; without any are {spell_experts(absent_at)}"
-        )
+        raise PlacementError(f"every expert needs a copy in every layer; without any are {spell_experts(absent_at)}")
 
 
 def _count(ids: NDArray[Any], num_logical: int) -> NDArray[np.int64]:

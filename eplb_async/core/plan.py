@@ -336,9 +336,7 @@ def _check_members(new: Placement, ranks: tuple[int, ...], sources: _Holders) ->
 def _mask(ranks: tuple[int, ...], ep_size: int) -> NDArray[np.bool_]:
     outside = [rank for rank in ranks if not 0 <= rank < ep_size]
     if outside or not ranks:
-        raise PlacementError(
-            f"members are {list(ranks)}; they must be one or more ranks within [0, {ep_size})"
-        )
+        raise PlacementError(f"members are {list(ranks)}; they must be one or more ranks within [0, {ep_size})")
     mask = np.zeros(ep_size, dtype=np.bool_)
     mask[list(ranks)] = True
     return mask

@@ -197,13 +197,7 @@ class Protocol(Member):
         """Ranks whose message this rank waits for; empty while it waits for its own READs."""
         part, view = self._part, self._view
         waited = self._waited()
-        if (
-            part.phase is Phase.OPEN
-            and not part.bound
-            and self._lead is None
-            and view.settled
-            and not view.broken
-        ):
+        if part.phase is Phase.OPEN and not part.bound and self._lead is None and view.settled and not view.broken:
             waited &= ~bit(view.coordinator)
         return frozenset(each(waited))
 
@@ -246,9 +240,7 @@ class Protocol(Member):
         part.vote(upto, holds or (0,) * self.num_layers)
         self._send(
             view.coordinator,
-            messages.Prepared(
-                term=view.installed, epoch=part.epoch, sender=self.rank, upto=upto, holds=part.holds
-            ),
+            messages.Prepared(term=view.installed, epoch=part.epoch, sender=self.rank, upto=upto, holds=part.holds),
         )
 
     def _give_up(self, reason: str) -> None:

@@ -70,9 +70,7 @@ def pieces(
         ValueError: A limit is below 1.
     """
     if max_bytes < 1 or max_descriptors < 1:
-        raise ValueError(
-            f"max_bytes={max_bytes} and max_descriptors={max_descriptors} must both be 1 or more"
-        )
+        raise ValueError(f"max_bytes={max_bytes} and max_descriptors={max_descriptors} must both be 1 or more")
     expert = _expert_pieces(row_bytes, max_bytes)
     by_source: dict[int, list[int]] = {}
     for index, move in enumerate(moves):
@@ -119,9 +117,7 @@ class Window:
     What is alone in its scope is always admitted, however large: nothing waits for room that cannot come.
     """
 
-    def __init__(
-        self, *, max_bytes: int, max_requests: int, max_peer_bytes: int, max_peer_requests: int
-    ) -> None:
+    def __init__(self, *, max_bytes: int, max_requests: int, max_peer_bytes: int, max_peer_requests: int) -> None:
         """Starts empty.
 
         Args:
@@ -168,9 +164,7 @@ class Window:
         """
         requests, held = self._peers.get(peer, (0, 0))
         if requests < 1 or held < nbytes:
-            raise ValueError(
-                f"peer {peer!r} has {requests} requests of {held} bytes in flight; {nbytes} are not"
-            )
+            raise ValueError(f"peer {peer!r} has {requests} requests of {held} bytes in flight; {nbytes} are not")
         self._total = (self._total[0] - 1, self._total[1] - nbytes)
         if requests == 1:
             del self._peers[peer]

@@ -86,9 +86,7 @@ def check_move(before: Phase, kind: Kind, after: Phase) -> None:
 
 def mermaid() -> str:
     """The table as a Mermaid state diagram."""
-    arrows = sorted(
-        {(before.name, after.name, kind.__name__) for (before, kind), to in TABLE.items() for after in to}
-    )
+    arrows = sorted({(before.name, after.name, kind.__name__) for (before, kind), to in TABLE.items() for after in to})
     lines = ["stateDiagram-v2", f"    [*] --> {_IDLE.name}"]
     for (before_name, after_name), group in groupby(arrows, key=lambda arrow: arrow[:2]):
         if before_name != after_name:

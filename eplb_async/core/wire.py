@@ -107,9 +107,7 @@ class Codec:
         if len(key) != KEY_SIZE:
             raise ValueError(f"the key must be {KEY_SIZE} bytes, not {len(key)}")
         if not 0 < ep_size <= MAX_RANKS or not 0 < num_layers <= MAX_LAYERS:
-            raise ValueError(
-                f"ep_size={ep_size}, num_layers={num_layers}: at most {MAX_RANKS} and {MAX_LAYERS}"
-            )
+            raise ValueError(f"ep_size={ep_size}, num_layers={num_layers}: at most {MAX_RANKS} and {MAX_LAYERS}")
         self._layout = (ep_size, num_layers)
         salt = struct.pack("!QQ", ep_size, num_layers)
         self._hash = blake2b(key=key, digest_size=DIGEST_SIZE, salt=salt, person=b"eplb-control")
@@ -322,6 +320,4 @@ def _pack_digests(value: tuple[bytes, ...]) -> bytes:
     return b"".join(value)
 
 
-_DIGESTS = _Form(
-    _pack_digests, lambda reader: tuple(reader.take(DIGEST_SIZE) for _ in range(3)), 3 * DIGEST_SIZE
-)
+_DIGESTS = _Form(_pack_digests, lambda reader: tuple(reader.take(DIGEST_SIZE) for _ in range(3)), 3 * DIGEST_SIZE)

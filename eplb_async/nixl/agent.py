@@ -19,7 +19,7 @@ from eplb_async.nixl.read import read
 from eplb_async.nixl.regions import Rows, Span
 from eplb_async.nixl.transfer import TransferStats
 from eplb_async.opening import Opening
-from eplb_async.settings import Settings
+from eplb_async.settings import Settings, seconds
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ class AsyncNixlAgent:
             CommunicatorBusy: Our rows are leased to another READ.
         """
         endpoint = self._endpoint
-        limit = endpoint.settings.read_timeout if timeout is None else timeout
+        limit = seconds(timeout, endpoint.settings.read_timeout)
         return await self._call(lambda: read(endpoint, local, remote, timeout=limit, notif=notif))
 
     async def notify(self, peer: Peer, message: bytes) -> None:

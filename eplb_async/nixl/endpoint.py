@@ -399,12 +399,13 @@ class Endpoint:
             self._served -= 1
 
     def stats(self) -> EndpointStats:
-        """Counters, as they are now."""
-        quarantined = [t for t in self._transfers if t.fate is Fate.QUARANTINED]
-        oldest = min(self._transfers, key=lambda t: t.started, default=None)
+        """Counters, as they are now; safe from any thread."""
+        transfers = self.transfers
+        quarantined = [t for t in transfers if t.fate is Fate.QUARANTINED]
+        oldest = min(transfers, key=lambda t: t.started, default=None)
         seconds, call = self.native.longest_call
         return EndpointStats(
-            in_flight=len(self._transfers) - len(quarantined),
+            in_flight=len(transfers) - len(quarantined),
             quarantined=len(quarantined),
             quarantined_bytes=sum(t.nbytes for t in quarantined),
             oldest_seconds=self.engine.loop.time() - oldest.started if oldest else 0.0,

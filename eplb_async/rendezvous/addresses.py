@@ -74,11 +74,7 @@ def require_secret(host: str, addresses: Sequence[Address], secret: bytes | None
     """Raise ``HandshakeError`` for a host that is not loopback, unless there is a secret worth the name."""
     if all_loopback(addresses) or (secret is not None and len(secret) >= MIN_SECRET):
         return
-    have = (
-        "no secret is set"
-        if not secret
-        else f"the secret has only {len(secret)} bytes, {MIN_SECRET} are needed"
-    )
+    have = "no secret is set" if not secret else f"the secret has only {len(secret)} bytes, {MIN_SECRET} are needed"
     raise HandshakeError(
         f"refusing the rendezvous host {host!r}: it is not loopback and {have}, so anybody on the network "
         "could join as a peer and read this process's memory. Set the same EPLB_ASYNC_SECRET on every "

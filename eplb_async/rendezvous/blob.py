@@ -166,9 +166,7 @@ def _authenticate(data: bytes, key: bytes, limit: int) -> bytes:
         raise BlobError(f"truncated: {len(data)} bytes, at least {least} are needed")
     _, version, length = _HEADER.unpack_from(data)
     if version != VERSION:
-        raise BlobError(
-            f"another version: {version}, this rank speaks {VERSION}; run the same release on all ranks"
-        )
+        raise BlobError(f"another version: {version}, this rank speaks {VERSION}; run the same release on all ranks")
     if len(data) != least + length:
         kind = "truncated" if len(data) < least + length else "too long"
         raise BlobError(f"{kind}: {len(data)} of {least + length} bytes")

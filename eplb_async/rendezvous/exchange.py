@@ -82,9 +82,7 @@ async def exchange(
     finally:
         if executor is None:
             pool.shutdown(wait=False, cancel_futures=True)
-    failed: dict[int | str, str] = {
-        meeting.peer: meeting.reason() for meeting in meetings if meeting.met_at is None
-    }
+    failed: dict[int | str, str] = {meeting.peer: meeting.reason() for meeting in meetings if meeting.met_at is None}
     if failed:
         causes = [meeting.failure for meeting in meetings if meeting.met_at is None and meeting.failure]
         raise HandshakeError(
@@ -180,9 +178,7 @@ class _Meeting:
         if self.failure is not None:
             return _text(self.failure)
         if self._tried is not None:
-            return (
-                "it published an introduction but did not answer: dead, stopped, or left from an earlier run"
-            )
+            return "it published an introduction but did not answer: dead, stopped, or left from an earlier run"
         if self._trouble is not None:
             return f"the rendezvous could not be asked: {_text(self._trouble)}"
         if not self._answered:

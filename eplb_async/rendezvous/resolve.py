@@ -12,9 +12,7 @@ from eplb_async.rendezvous.store import StoreRendezvous, TcpRendezvous
 _SUPPORTED = '"tcp://host:port", "file:///path", a torch.distributed.Store, or a Rendezvous object'
 
 
-def resolve(
-    rendezvous: str | object, *, rank: int, ep_size: int, secret: bytes | None, timeout: float
-) -> Rendezvous:
+def resolve(rendezvous: str | object, *, rank: int, ep_size: int, secret: bytes | None, timeout: float) -> Rendezvous:
     """Make or adapt a rendezvous. Blocks: call it off the event loops.
 
     Args:
@@ -48,9 +46,7 @@ def resolve(
     if type(rendezvous).__name__.startswith("ProcessGroup"):
         raise ValueError(f"a ProcessGroup is not supported as a rendezvous yet; use {_SUPPORTED}")
     lacks = [name for name in ("url", "trusted", *_METHODS) if not hasattr(rendezvous, name)]
-    raise ValueError(
-        f"a {type(rendezvous).__name__} is no rendezvous (it lacks {', '.join(lacks)}); use {_SUPPORTED}"
-    )
+    raise ValueError(f"a {type(rendezvous).__name__} is no rendezvous (it lacks {', '.join(lacks)}); use {_SUPPORTED}")
 
 
 _METHODS = ("set", "get", "add", "delete", "close")
@@ -84,9 +80,7 @@ def _host_port(url: str) -> tuple[str, int]:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(
-            f"the rendezvous {url!r} has a wrong port or address: {error}; use tcp://host:port"
-        ) from None
+        raise ValueError(f"the rendezvous {url!r} has a wrong port or address: {error}; use tcp://host:port") from None
     if not host or port is None:
         raise ValueError(f"the rendezvous {url!r} lacks a {'port' if host else 'host'}; use tcp://host:port")
     if parts.path or parts.query or parts.fragment or parts.username is not None:

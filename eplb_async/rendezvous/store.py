@@ -54,9 +54,7 @@ class StoreRendezvous:
         trusted: See ``Rendezvous``.
     """
 
-    def __init__(
-        self, store: Store, *, timeout: float = 60.0, url: str | None = None, trusted: bool = True
-    ) -> None:
+    def __init__(self, store: Store, *, timeout: float = 60.0, url: str | None = None, trusted: bool = True) -> None:
         self.url = url or f"the caller's {type(store).__name__}"
         self.trusted = trusted
         self._timeout = timeout
@@ -110,8 +108,7 @@ class StoreRendezvous:
         except CallTimeout:
             future.cancel()
             raise HandshakeError(
-                f"cannot {what}: the rendezvous {self.url} has not answered for {self._timeout:g} s; "
-                f"{_ADVICE}"
+                f"cannot {what}: the rendezvous {self.url} has not answered for {self._timeout:g} s; {_ADVICE}"
             ) from None
         except (RuntimeError, OSError, IndexError, CancelledError) as error:
             if not stores or isinstance(error, CancelledError):
@@ -160,9 +157,7 @@ class TcpRendezvous(StoreRendezvous):
                     "0 must run where it is"
                 ) from error
             port = int(listener.getsockname()[1])
-            store = _open_store(
-                tcp_url(host, port), address, port, timeout=timeout, limit=timeout, listener=listener
-            )
+            store = _open_store(tcp_url(host, port), address, port, timeout=timeout, limit=timeout, listener=listener)
         url = tcp_url(host, port)
         logger.info("rendezvous: listening on %s", url)
         return cls(store, timeout=timeout, url=url, trusted=all_loopback(addresses))

@@ -9,7 +9,6 @@ from types import TracebackType
 from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import EplbError
 from eplb_async.settings import Settings
 from eplb_async.testing.faults import FaultPlan
 from eplb_async.testing.memory import MemoryFabric
@@ -86,14 +85,14 @@ class LocalCluster:
 
     async def migrate(
         self, placement: Placement, *, timeout: float = 30.0, ranks: Iterable[int] | None = None
-    ) -> list[MigrationReport | EplbError]:
+    ) -> list[MigrationReport | Exception]:
         """Have ranks migrate at once; a rank's failure takes the place of its report."""
         chosen = range(len(self.comms)) if ranks is None else ranks
 
-        async def one(rank: int) -> MigrationReport | EplbError:
+        async def one(rank: int) -> MigrationReport | Exception:
             try:
                 return await self.comms[rank].migrate(placement, timeout=timeout)
-            except EplbError as error:
+            except Exception as error:
                 return error
 
         return list(await asyncio.gather(*map(one, chosen)))

@@ -19,8 +19,7 @@ class PatternWeights:
         self.row_bytes = tuple(row_bytes)
         shape = placement.num_layers, placement.num_local_experts
         self.layers = [
-            [torch.zeros(shape[1], nbytes, dtype=torch.uint8) for nbytes in row_bytes]
-            for _ in range(shape[0])
+            [torch.zeros(shape[1], nbytes, dtype=torch.uint8) for nbytes in row_bytes] for _ in range(shape[0])
         ]
         self.fill(placement)
 

@@ -110,7 +110,7 @@ class RankProcesses:
 
     def start(self, rank: int) -> None:
         """Start a rank's process, also anew after it died."""
-        context = multiprocessing.get_context(self.spec.method)
+        context: Any = multiprocessing.get_context(self.spec.method)
         context.set_forkserver_preload([__name__])
         ours, theirs = context.Pipe()
         process = context.Process(target=_main, args=(rank, self.spec, theirs), daemon=True)
@@ -162,9 +162,7 @@ class RankProcesses:
         self.send(rank, command, *args)
         return self.receive(rank, timeout)
 
-    def all(
-        self, command: str, *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0
-    ) -> list[Any]:
+    def all(self, command: str, *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0) -> list[Any]:
         """Run a command on several ranks at once; a failure is raised, naming the rank."""
         chosen = list(self._processes) if ranks is None else list(ranks)
         for rank in chosen:
@@ -317,19 +315,13 @@ def _read(pipe: Connection, commands: asyncio.Queue[Any]) -> None:
         commands.put_nowait(None)
 
 
-async def _answer(
-    command: Callable[..., Coroutine[Any, Any, Any]], args: Sequence[Any], pipe: Connection
-) -> None:
+async def _answer(command: Callable[..., Coroutine[Any, Any, Any]], args: Sequence[Any], pipe: Connection) -> None:
     try:
         answer = await command(*args)
     except (Exception, asyncio.CancelledError) as error:
-        parts = {
-            k: v for k, v in vars(error).items() if isinstance(v, int | float | str | tuple | dict | None)
-        }
+        parts = {k: v for k, v in vars(error).items() if isinstance(v, int | float | str | tuple | dict | None)}
         bases = tuple(base.__name__ for base in type(error).__mro__)
-        answer = Failure(
-            type(error).__name__, bases, str(error), {k: v for k, v in parts.items() if k != "failures"}
-        )
+        answer = Failure(type(error).__name__, bases, str(error), {k: v for k, v in parts.items() if k != "failures"})
     try:
         pipe.send(answer)
     except OSError:

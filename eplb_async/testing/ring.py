@@ -140,9 +140,7 @@ class Ring:
         self._by_snapshot: dict[Hashable, int] = {}
         self._messages: list[Message] = []
         self._by_message: dict[Message, int] = {}
-        self._known: dict[
-            tuple[int, Hashable], tuple[int, tuple[Command, ...], tuple[tuple[int, int], ...]]
-        ] = {}
+        self._known: dict[tuple[int, Hashable], tuple[int, tuple[Command, ...], tuple[tuple[int, int], ...]]] = {}
         self._usable: dict[Hashable, str] = {}
         self._zeros = zeros = (0,) * num_layers
         body = Body(True, zeros, zeros, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0))
@@ -173,9 +171,7 @@ class Ring:
 
     def protocol(self, rank: int) -> Protocol:
         """A copy of a rank's protocol as it stands."""
-        protocol: Protocol = pickle.loads(
-            self._blobs[self.state.protocols[rank]]
-        )  # our own, from this process
+        protocol: Protocol = pickle.loads(self._blobs[self.state.protocols[rank]])  # our own, from this process
         return protocol
 
     def body(self, rank: int) -> Body:
@@ -189,9 +185,7 @@ class Ring:
     def alive(self) -> list[int]:
         """Ranks that have not crashed, closed or been fenced."""
         over = (Phase.CLOSED, Phase.FENCED)
-        return [
-            r for r in range(self.ep_size) if self.state.bodies[r].alive and self.face(r).phase not in over
-        ]
+        return [r for r in range(self.ep_size) if self.state.bodies[r].alive and self.face(r).phase not in over]
 
     def is_excluded(self, rank: int) -> bool:
         """Whether another rank is in a newer view that does not have this one."""
@@ -267,9 +261,7 @@ class Ring:
         n = self.ep_size
         queues = list(self.state.queues)
         queues[a * n + b] = queues[b * n + a] = ()
-        self.state = self.state._replace(
-            cut=self.state.cut | 1 << (a * n + b) | 1 << (b * n + a), queues=tuple(queues)
-        )
+        self.state = self.state._replace(cut=self.state.cut | 1 << (a * n + b) | 1 << (b * n + a), queues=tuple(queues))
 
     def deliver(self, source: int, to: int, index: int = 0) -> None:
         """A message under way arrives."""
@@ -304,11 +296,7 @@ class Ring:
         left = {name: getattr(limits, name) - used for name, used in zip(_USES, self.state.used, strict=True)}
         for rank in alive:
             face, body = self.face(rank), self.body(rank)
-            if (
-                face.phase is Phase.IDLE
-                and body.migrations < limits.migrations
-                and not face.leaving >> rank & 1
-            ):
+            if face.phase is Phase.IDLE and body.migrations < limits.migrations and not face.leaving >> rank & 1:
                 yield Move("migrate", (rank,))
             if any(read in (_FLYING, _SPOILT) for read in body.reads):
                 yield Move("stage", (rank,))
@@ -361,22 +349,14 @@ class Ring:
             if detect:
                 face = self.face(rank)
                 for other in range(self.ep_size):
-                    if (
-                        face.members >> other & 1
-                        and not face.gone >> other & 1
-                        and self._is_lost(rank, other)
-                    ):
+                    if face.members >> other & 1 and not face.gone >> other & 1 and self._is_lost(rank, other):
                         yield Move("gone", (rank, other))
 
     def _is_lost(self, rank: int, other: int) -> bool:
         """Whether NIXL will tell ``rank`` that ``other`` is disconnected."""
         if rank == other:
             return False
-        return (
-            not self.state.bodies[other].alive
-            or self.face(other).phase is Phase.CLOSED
-            or self.is_cut(rank, other)
-        )
+        return not self.state.bodies[other].alive or self.face(other).phase is Phase.CLOSED or self.is_cut(rank, other)
 
     def is_cut(self, a: int, b: int) -> bool:
         """Whether the link between two ranks is lost."""
@@ -416,9 +396,7 @@ class Ring:
             raise Violation(f"I-7: epoch {epoch} ended at {upto} on rank {a}, at {other[2]} on rank {b}")
         face, mine = self.face(b), self.face(a)
         if epoch and face.epoch == epoch and face.committed > upto:
-            raise Violation(
-                f"I-7: epoch {epoch} ended at {upto} on rank {a}, rank {b} has committed {face.committed}"
-            )
+            raise Violation(f"I-7: epoch {epoch} ended at {upto} on rank {a}, rank {b} has committed {face.committed}")
         if mine.term == face.term and mine.members != face.members:
             raise Violation(f"ranks {a} and {b} have different members in term {term}")
 
@@ -474,9 +452,7 @@ class Ring:
             if protocol.dropped["impossible"]:
                 raise Violation(f"rank {rank} finds {event} impossible")
             others = tuple(c for c in commands if not isinstance(c, events.Send))
-            sends = tuple(
-                (c.to, self._intern_message(c.message)) for c in commands if isinstance(c, events.Send)
-            )
+            sends = tuple((c.to, self._intern_message(c.message)) for c in commands if isinstance(c, events.Send))
             known = self._known[key] = (self._intern(protocol), others, sends)
         after, told, sends = known
         if after != before:
@@ -508,8 +484,7 @@ class Ring:
                 source = ring[(ring.index(rank) + 1) % len(ring)]
                 other = self.body(source)
                 reads = tuple(
-                    _FLYING if mine == theirs else _SPOILT
-                    for mine, theirs in zip(body.rows, other.rows, strict=True)
+                    _FLYING if mine == theirs else _SPOILT for mine, theirs in zip(body.rows, other.rows, strict=True)
                 )
                 self._put_body(rank, body._replace(reads=reads, source=source))
             case events.Commit(epoch, first, upto, _):
@@ -523,9 +498,7 @@ class Ring:
                 if complete != (committed == self.num_layers):
                     raise Violation(f"rank {rank} ends at {committed}, complete={complete}")
                 ended = (face.term, epoch, committed) if epoch else body.ended
-                self._put_body(
-                    rank, body._replace(owed=0, applied=0, source=0, reads=self._zeros, ended=ended)
-                )
+                self._put_body(rank, body._replace(owed=0, applied=0, source=0, reads=self._zeros, ended=ended))
             case _:
                 pass
 
@@ -564,9 +537,7 @@ class Ring:
     def _take(self, source: int, to: int, index: int) -> int:
         n = source * self.ep_size + to
         queue = self.state.queues[n]
-        self.state = self.state._replace(
-            queues=_put(self.state.queues, n, queue[:index] + queue[index + 1 :])
-        )
+        self.state = self.state._replace(queues=_put(self.state.queues, n, queue[:index] + queue[index + 1 :]))
         return queue[index]
 
     def _deafen(self, rank: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from eplb_async.engine import LoopEngine
+from eplb_async.errors import WeightsError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,42 +58,50 @@ class CpuCopier:
 class CudaCopier:
     """Copies on a CUDA stream and waits for the event behind them (DESIGN §5, CUDA).
 
-    Rows are enqueued on the given stream in order with the engine's kernels; the event after them is polled,
-    never synchronised with, so the engine loop goes on. Copies of CPU rows (the entry table) run on the worker.
+    Rows are enqueued in order with the kernels of the server's stream; the event after them is polled, never
+    synchronised with, so the engine loop goes on. Rows go one by one: no temporary as large as a layer is
+    allocated, and no index has to be brought to the device. CPU rows (the entry table) are copied by the worker.
 
     Args:
         engine: The engine loop.
-        stream: Returns the stream to copy on: the server's current one, or one given to us.
+        stream: Returns the server's stream, or one given to us, on the device of the weights. It is asked on
+            the worker thread, where "the current stream" would be another one.
         poll_seconds: Pause between two looks at the event.
     """
 
-    def __init__(
-        self, engine: LoopEngine, stream: Callable[[], Any] | None = None, poll_seconds: float = 0.001
-    ) -> None:
+    def __init__(self, engine: LoopEngine, stream: Callable[[], Any], poll_seconds: float = 0.001) -> None:
         self._engine = engine
-        self._stream = stream or torch.cuda.current_stream
+        self._stream = stream
         self._poll_seconds = poll_seconds
 
     async def copy(self, copies: Sequence[Copy]) -> None:
-        """See :class:`Copier`."""
-        on_device = [c for c in copies if c.target.is_cuda or c.source.is_cuda]
-        event = await self._engine.offload(lambda: self._enqueue(on_device)) if on_device else None
-        rest = [c for c in copies if not (c.target.is_cuda or c.source.is_cuda)]
-        if rest:
-            await self._engine.offload(lambda: _copy_rows(rest))
+        """See :class:`Copier`.
+
+        Raises:
+            WeightsError: The stream is of another device than the rows; nothing was copied.
+        """
+        if not copies:
+            return
+        event = await self._engine.offload(lambda: self._start(copies))
         while event is not None and not event.query():
             await asyncio.sleep(self._poll_seconds)
 
-    def _enqueue(self, copies: Sequence[Copy]) -> Any:
+    def _start(self, copies: Sequence[Copy]) -> Any:
+        """Copy CPU rows, then enqueue the others; returns the event behind them, or ``None`` if there are none."""
+        on_device = [c for c in copies if c.target.device.type == "cuda"]
+        if not on_device:
+            _copy_rows(copies)
+            return None
         stream = self._stream()
+        for c in on_device:
+            if c.target.device != stream.device:
+                raise WeightsError(f"rows on {c.target.device} cannot be copied on a stream of {stream.device}")
+        _copy_rows([c for c in copies if c.target.device.type != "cuda"])
         with torch.cuda.stream(stream):
-            for c in copies:
-                rows = torch.as_tensor(c.frm, device=c.source.device)
-                to = torch.as_tensor(c.to, device=c.target.device)
-                c.target.index_copy_(0, to, c.source.index_select(0, rows))
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+            for c in on_device:
+                for to, frm in zip(c.to, c.frm, strict=True):
+                    c.target[to].copy_(c.source[frm], non_blocking=True)
+        return stream.record_event()
 
 
 def _copy_rows(copies: Sequence[Copy]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from eplb_async.errors import WeightsError
+from eplb_async.weights.rows import byte_rows
 
 ALIGNMENT = 256
 
@@ -43,8 +44,8 @@ class Staging:
     def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
         self.buffers = buffers
         self.leased: Callable[[int, int], bool] = lambda start, end: False
-        self._used: dict[Piece, None] = {}
-        self._held: dict[Piece, None] = {}
+        self._used: set[Piece] = set()
+        self._held: set[Piece] = set()
         self._changed = asyncio.Event()
 
     def try_allocate(self, sizes: dict[str, int]) -> tuple[Piece, ...] | None:
@@ -56,7 +57,7 @@ class Staging:
             if start is None:
                 return None
             pieces.append(Piece(memory, start, nbytes, self.buffers[memory].data_ptr() + start))
-        self._used.update(dict.fromkeys(pieces))
+        self._used.update(pieces)
         return tuple(pieces)
 
     async def allocate(self, sizes: dict[str, int]) -> tuple[Piece, ...]:
@@ -67,17 +68,19 @@ class Staging:
         return pieces
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
-        """Give pieces back; those that a READ may still write stay held until it has ended."""
-        for piece in pieces:
-            if self._used.pop(piece, 0) is None and self.leased(piece.address, piece.address + piece.nbytes):
-                self._held[piece] = None
+        """Give pieces back; those that a READ may still write stay held until it has ended.
+
+        A piece that was given back already is let be.
+        """
+        for piece in self._used.intersection(pieces):
+            self._used.discard(piece)
+            if self.leased(piece.address, piece.address + piece.nbytes):
+                self._held.add(piece)
         self._changed.set()
 
     def reclaim(self) -> int:
         """Take back held pieces whose READs have ended; returns the bytes still held."""
-        for piece in list(self._held):
-            if not self.leased(piece.address, piece.address + piece.nbytes):
-                del self._held[piece]
+        self._held = {p for p in self._held if self.leased(p.address, p.address + p.nbytes)}
         return sum(piece.nbytes for piece in self._held)
 
     def wake(self) -> None:
@@ -87,9 +90,7 @@ class Staging:
     def fits(self, sizes: dict[str, int]) -> bool:
         """Whether pieces of these sizes could be had if nothing but held memory were in the way."""
         self.reclaim()
-        return all(
-            self._gap(memory, nbytes, [], only_held=True) is not None for memory, nbytes in sizes.items()
-        )
+        return all(self._gap(memory, nbytes, [], only_held=True) is not None for memory, nbytes in sizes.items())
 
     def view(self, piece: Piece, offset: int, rows: int, row_bytes: int) -> torch.Tensor:
         """Part of a piece as byte rows, uint8 ``[rows, row_bytes]``."""
@@ -103,7 +104,7 @@ class Staging:
         for piece in sorted((p for p in taken if p.memory == memory), key=lambda p: p.start):
             if piece.start - at >= nbytes:
                 return at
-            at = -(-(piece.start + piece.nbytes) // ALIGNMENT) * ALIGNMENT
+            at = max(at, _aligned(piece.start + piece.nbytes))
         if buffer is None:
             return 0 if not nbytes else None
         return at if buffer.numel() - at >= nbytes else None
@@ -115,32 +116,57 @@ def make_buffers(
     """Allocate staging, or take the caller's.
 
     Args:
-        given: Bytes, or the caller's own flat uint8 buffer; ``None`` for ``layers`` times what is needed.
+        given: Bytes, or the caller's own flat uint8 buffer, for the device that the weights are on; ``None`` for
+            ``layers`` times what is needed.
         needed: Bytes of the largest layer one rank can receive, by memory type.
         devices: Device of each memory type.
         layers: Layers to hold by default.
 
     Raises:
-        WeightsError: It is smaller than the largest layer one rank can receive; names the bytes.
+        WeightsError: It is smaller than the largest layer one rank can receive (names the bytes), or the caller's
+            buffer is not one that can be used.
     """
+    main = "VRAM" if "VRAM" in needed else "DRAM"  # beside weights on a device, only their entries are on the CPU
     buffers = {}
     for memory, nbytes in needed.items():
-        device = devices[memory]
-        if isinstance(given, torch.Tensor) and given.device.type == device.type:
-            if given.dtype is not torch.uint8 or given.dim() != 1 or not given.is_contiguous():
-                raise WeightsError("staging must be a flat, contiguous uint8 tensor")
-            buffer = given
+        wanted = given if memory == main else None
+        if isinstance(wanted, torch.Tensor):
+            buffer = _checked(wanted, devices[memory])
+        elif wanted is None:
+            buffer = _allocated(max(1, _aligned(nbytes)) * layers, devices[memory])
+        elif isinstance(wanted, int):
+            if wanted < nbytes:
+                raise _too_small(wanted, nbytes, memory)
+            buffer = _allocated(wanted, devices[memory])
         else:
-            main = len(needed) == 1 or memory == "VRAM"
-            size = given if isinstance(given, int) and main else max(1, nbytes) * layers
-            if size < nbytes:
-                raise _too_small(size, nbytes, memory)
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            buffer.zero_()  # fault the pages in now, not under the first READ
+            raise WeightsError(f"staging must be bytes (an int) or a tensor, not {type(wanted).__name__}")
         if buffer.numel() < nbytes:
             raise _too_small(buffer.numel(), nbytes, memory)
         buffers[memory] = buffer
     return buffers
+
+
+def _checked(given: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if given.dtype is not torch.uint8 or given.dim() != 1 or not given.is_contiguous():
+        raise WeightsError("staging must be a flat, contiguous uint8 tensor")
+    if given.device != device:
+        raise WeightsError(f"staging is on {given.device}, the weights are on {device}")
+    return byte_rows(given).view(-1)
+
+
+def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            buffer.zero_()  # fault the pages in now, not under the first READ
+    if device.type == "cuda":
+        # READs bypass streams: what is still queued on memory that torch hands out again must not land after them.
+        torch.cuda.current_stream(device).synchronize()
+    return buffer
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _too_small(size: int, nbytes: int, memory: str) -> WeightsError:

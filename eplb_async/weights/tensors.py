@@ -1,22 +1,19 @@
-"""The expert weights of one rank: which tensors can be moved, their bytes, and whether they moved away."""
+"""The expert weights of one rank: their rows, their entries, and whether they moved away."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from eplb_async.core.layout import Layout, TensorPlace, TensorSpec
-from eplb_async.errors import IntegrityError, WeightsError
+from eplb_async.core.layout import Layout, compare
+from eplb_async.errors import WeightsError
+from eplb_async.weights.entries import ENTRY_BYTES, ENTRY_NAME, pack_entries
+from eplb_async.weights.rows import byte_rows, check_apart, check_movable, place_of
 
 LayerWeights = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 WeightsLike = Sequence[LayerWeights] | Callable[[], Sequence[LayerWeights]]
-
-ENTRY_BYTES = 32
-ENTRY_NAME = "eplb_async.entries"
-_ENTRY = struct.Struct("<IiQ16s")  # magic, logical expert (-1: none), weight version, digest
-_ENTRY_MAGIC = 0x45504C31
 
 
 class ExpertWeights:
@@ -38,12 +35,14 @@ class ExpertWeights:
     def __init__(self, source: WeightsLike, num_local_experts: int, *, entries: bool) -> None:
         self._source = source
         self.num_local_experts = num_local_experts
+        self.layers = self._read()
         self._table: torch.Tensor | None = None
-        self.layers: list[dict[str, torch.Tensor]] = []
-        self._read()
         if entries:
-            self._table = torch.zeros(len(self.layers), num_local_experts, ENTRY_BYTES, dtype=torch.uint8)
-        self._build()
+            with torch.inference_mode(False):  # it is written on the engine loop, whatever mode this is
+                shape = len(self.layers), num_local_experts, ENTRY_BYTES
+                self._table = torch.zeros(shape, dtype=torch.uint8)
+        self.layout = self._layout(self.layers)
+        self._take()
 
     @property
     def num_layers(self) -> int:
@@ -59,7 +58,7 @@ class ExpertWeights:
         found = [
             (self._rows[layer][tensor], f"{layer}/{tensor}")
             for layer, tensors in enumerate(self.layers)
-            for tensor, (_, value) in enumerate(tensors.items())
+            for tensor, value in enumerate(tensors.values())
             if value.numel()
         ]
         if self._table is not None:
@@ -69,8 +68,8 @@ class ExpertWeights:
     def write_entries(self, layer: int, experts: Sequence[int], version: int) -> None:
         """Say which logical expert each slot of a layer holds; -1 for none."""
         if self._table is not None:
-            packed = b"".join(_ENTRY.pack(_ENTRY_MAGIC, int(e), version, b"") for e in experts)
-            self._table[layer] = torch.frombuffer(bytearray(packed), dtype=torch.uint8).view(-1, ENTRY_BYTES)
+            packed = bytearray(pack_entries(experts, version))
+            self._table[layer] = torch.frombuffer(packed, dtype=torch.uint8).view(-1, ENTRY_BYTES)
 
     def moved(self) -> None:
         """Re-read the source and check that every tensor is where it was registered.
@@ -78,168 +77,128 @@ class ExpertWeights:
         Raises:
             WeightsError: One is not: a READ would reach dead memory, and NIXL would say ``DONE``.
         """
-        for layer, (known, now) in enumerate(zip(self.layers, self._ask(), strict=False)):
-            tensors = _named(now)
+        layers = _layers_of(self._source)
+        if len(layers) != len(self.layers):
+            raise WeightsError(f"weights now have {len(layers)} layers, had {len(self.layers)} when registered")
+        for layer, (known, given) in enumerate(zip(self._bindings, layers, strict=True)):
+            tensors = _named(layer, given)
             if list(tensors) != list(known):
-                raise WeightsError(
-                    f"layer {layer}: tensors are now {list(tensors)}, were {list(known)}: rebind()"
-                )
+                raise WeightsError(f"layer {layer}: tensors are now {list(tensors)}, were {list(known)}; open anew")
             for name, tensor in tensors.items():
-                was = known[name]
-                same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-                if same != (self._pointers[layer][name], was.shape, was.stride(), was.dtype):
+                now = _bound(layer, name, tensor)
+                if now != known[name]:
                     raise WeightsError(
-                        f"layer {layer}, tensor {name!r}: its storage moved since it was registered "
-                        f"({self._pointers[layer][name]:#x} then, {tensor.data_ptr():#x} now); call rebind()"
+                        f"layer {layer}, tensor {name!r}: it moved since it was registered: was {known[name]}, "
+                        f"is {now}; call rebind()"
                     )
 
     def rebind(self) -> None:
         """Take the tensors as they are now; what is registered must be deregistered first by the caller.
 
         Raises:
-            WeightsError: A tensor cannot be moved; nothing has changed then.
+            WeightsError: A tensor cannot be moved, or is of another kind than before; nothing has changed then.
         """
-        kept = self.layers
-        try:
-            self._read()
-            self._build()
-        except WeightsError:
-            self.layers = kept
-            self._build()
-            raise
-
-    def _ask(self) -> Sequence[LayerWeights]:
-        return self._source() if callable(self._source) else self._source
-
-    def _read(self) -> None:
-        given = self._ask()
-        if isinstance(given, torch.Tensor | Mapping) or not isinstance(given, Sequence) or not len(given):
-            raise WeightsError("weights must be a sequence of layers, each a sequence or mapping of tensors")
-        layers = [_named(layer) for layer in given]
-        for layer, tensors in enumerate(layers):
-            if not tensors:
-                raise WeightsError(f"layer {layer} has no tensors")
-            for name, tensor in tensors.items():
-                _check(layer, name, tensor, self.num_local_experts)
-        _check_overlap(layers)
-        self.layers = layers
-
-    def _build(self) -> None:
-        places, self._rows = [], []
-        self._pointers = [{name: t.data_ptr() for name, t in tensors.items()} for tensors in self.layers]
-        for layer, tensors in enumerate(self.layers):
-            named = dict(tensors)
-            if self._table is not None:
-                named[ENTRY_NAME] = self._table[layer]
-            self._rows.append([_byte_rows(tensor) for tensor in named.values()])
-            places.append(tuple(_place(name, tensor) for name, tensor in named.items()))
-        self.layout = Layout(tuple(places))
-
-
-def check_entry(entry: bytes, expert: int, version: int, where: str) -> None:
-    """Check that a staged row is the expert and the weight version that were meant (I-16).
-
-    Raises:
-        IntegrityError: It is not; the source changed meaning since the plan.
-    """
-    magic, found, its_version, _ = _ENTRY.unpack(entry)
-    if magic != _ENTRY_MAGIC:
-        raise IntegrityError(f"{where}: what arrived carries no entry; the source is not the memory it was")
-    if (found, its_version) != (expert, version):
-        raise IntegrityError(
-            f"{where}: wanted expert {expert} of weight version {version}, the source holds expert {found} of "
-            f"version {its_version}; it changed since the plan was made"
-        )
-
-
-def _named(layer: LayerWeights) -> dict[str, torch.Tensor]:
-    if isinstance(layer, Mapping):
-        return {str(name): tensor for name, tensor in layer.items()}
-    if isinstance(layer, torch.Tensor):
-        raise WeightsError(
-            "a layer must be a sequence or mapping of tensors, not one tensor: wrap it in a list"
-        )
-    return {str(i): tensor for i, tensor in enumerate(layer)}
-
-
-def _check(layer: int, name: str, tensor: object, num_local_experts: int) -> None:
-    where = f"layer {layer}, tensor {name!r}"
-    if not isinstance(tensor, torch.Tensor):
-        raise WeightsError(f"{where}: {type(tensor).__name__} is not a torch.Tensor")
-    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        raise WeightsError(
-            f"{where}: {tensor.layout} on {tensor.device} cannot be moved; use dense cpu or cuda"
-        )
-    if tensor.dim() == 0 or tensor.shape[0] != num_local_experts:
-        raise WeightsError(
-            f"{where}: shape {tuple(tensor.shape)}, need [{num_local_experts}, ...], a row for each local slot"
-        )
-    if not tensor.numel():
-        return
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    described = f"shape {shape}, strides {strides}"
-    if shape[0] > 1 and strides[0] == 0:
-        raise WeightsError(f"{where}: {described}: shared by all experts: leave it out")
-    dense = 1
-    for size, stride in sorted(zip(shape[1:], strides[1:], strict=True), key=lambda d: (d[1], d[0])):
-        if size > 1 and stride != dense:
+        layers = self._read()
+        layout = self._layout(layers)
+        differences = compare(layout, self.layout) or _other_devices(layout, self.layout)
+        if differences:
             raise WeightsError(
-                f"{where}: {described}: an expert row is not one dense block; give the base tensor"
+                f"rebind() takes the same tensors at other addresses; to change what they are, close and open "
+                f"on all ranks: {'; '.join(differences[:4])} before"
             )
-        dense *= size
-    if shape[0] > 1 and strides[0] < dense:
-        raise WeightsError(f"{where}: {described}: expert rows overlap or interleave; put experts first")
+        self.layers, self.layout = layers, layout
+        self._take()
+
+    def _read(self) -> list[dict[str, torch.Tensor]]:
+        layers = [_named(layer, given) for layer, given in enumerate(_layers_of(self._source))]
+        for layer, tensors in enumerate(layers):
+            for name, tensor in tensors.items():
+                check_movable(layer, name, tensor, self.num_local_experts)
+        check_apart(layers)
+        devices = sorted({str(t.device) for tensors in layers for t in tensors.values() if t.device.type == "cuda"})
+        if len(devices) > 1:
+            raise WeightsError(f"a rank keeps its experts on one CUDA device, not on {', '.join(devices)}")
+        return layers
+
+    def _layout(self, layers: list[dict[str, torch.Tensor]]) -> Layout:
+        layout = Layout(
+            tuple(
+                tuple(place_of(name, tensor) for name, tensor in self._with_entries(layer, tensors).items())
+                for layer, tensors in enumerate(layers)
+            )
+        )
+        try:
+            Layout.from_plain(layout.to_plain())  # as peers will read it
+        except ValueError as error:
+            raise WeightsError(f"peers would refuse these weights: {error}") from error
+        return layout
+
+    def _take(self) -> None:
+        """Note where the tensors are; their rows keep the memory alive that is registered."""
+        self._bindings = [
+            {name: _bound(layer, name, tensor) for name, tensor in tensors.items()}
+            for layer, tensors in enumerate(self.layers)
+        ]
+        self._rows = [
+            [byte_rows(tensor) for tensor in self._with_entries(layer, tensors).values()]
+            for layer, tensors in enumerate(self.layers)
+        ]
+
+    def _with_entries(self, layer: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return tensors if self._table is None else {**tensors, ENTRY_NAME: self._table[layer]}
 
 
-def _check_overlap(layers: list[dict[str, torch.Tensor]]) -> None:
-    spans = []
-    for layer, tensors in enumerate(layers):
-        for name, tensor in tensors.items():
-            if tensor.numel():
-                spec = _place(name, tensor).spec
-                start = tensor.data_ptr()
-                end = start + (spec.num_rows - 1) * spec.row_stride + spec.row_bytes
-                spans.append((str(tensor.device), start, end, layer, name))
-    spans.sort()
-    for (device, start, end, layer, name), (device2, start2, end2, layer2, name2) in zip(
-        spans, spans[1:], strict=False
-    ):
-        if device != device2 or start2 >= end:
-            continue
-        pair = f"layer {layer}, tensor {name!r} and layer {layer2}, tensor {name2!r}"
-        if (start, end) != (start2, end2):
-            raise WeightsError(f"{pair} overlap in part; rows of both cannot be moved")
-        if layer != layer2:
-            raise WeightsError(f"{pair} are the same memory; layers that share weights cannot move apart")
+class _Binding(NamedTuple):
+    """What must stay as it was registered, since a Parameter may be given other memory or another shape."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}, strides {self.strides}, on {self.device} at {self.address:#x}"
 
 
-def _byte_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's rows as bytes, whatever its dtype and the order of its row's dimensions."""
-    tensor = tensor.detach()
-    size = tensor.element_size()
-    row_bytes = tensor[0].numel() * size if tensor.numel() else 0
-    stride = tensor.stride(0) * size if tensor.shape[0] > 1 else row_bytes
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    if not row_bytes:
-        return raw.view(0, 0).expand(0, 0)
-    shape = (tensor.shape[0], row_bytes)
-    return raw.set_(tensor.untyped_storage(), tensor.storage_offset() * size, shape, (stride, 1))
+def _bound(layer: int, name: str, tensor: object) -> _Binding:
+    if not isinstance(tensor, torch.Tensor):
+        raise WeightsError(f"layer {layer}, tensor {name!r}: {type(tensor).__name__} is not a torch.Tensor")
+    try:
+        return _Binding(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    except RuntimeError as error:
+        raise WeightsError(f"layer {layer}, tensor {name!r}: it is no plain tensor any more: {error}") from error
 
 
-def _place(name: str, tensor: torch.Tensor) -> TensorPlace:
-    size = tensor.element_size()
-    row_bytes = tensor[0].numel() * size if tensor.numel() else 0
-    spec = TensorSpec(
-        name=name,
-        row_bytes=row_bytes,
-        row_stride=tensor.stride(0) * size if tensor.shape[0] > 1 and row_bytes else row_bytes,
-        num_rows=tensor.shape[0],
-        row_shape=tuple(tensor.shape[1:]),
-        element_strides=tuple(
-            stride if extent > 1 else 1
-            for extent, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
-        ),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(tensor.device),
-    )
-    return TensorPlace(spec, tensor.data_ptr() if row_bytes else 0)
+def _layers_of(source: object) -> Sequence[object]:
+    given = source() if callable(source) else source
+    if not isinstance(given, Sequence) or not given:
+        raise WeightsError("weights must be a sequence of layers, each a sequence or mapping of tensors")
+    return given
+
+
+def _named(layer: int, given: object) -> dict[str, torch.Tensor]:
+    """A layer's tensors by name; what they are is checked later."""
+    if isinstance(given, Mapping):
+        tensors = {str(name): tensor for name, tensor in given.items()}
+    elif isinstance(given, Sequence):
+        tensors = {str(i): tensor for i, tensor in enumerate(given)}
+    else:
+        raise WeightsError(
+            f"layer {layer}: {type(given).__name__} is neither a sequence nor a mapping of tensors; "
+            "wrap it in a list or dict"
+        )
+    if not tensors:
+        raise WeightsError(f"layer {layer} has no tensors")
+    if len(tensors) != len(given) or ENTRY_NAME in tensors:
+        raise WeightsError(f"layer {layer}: names of tensors must differ, and {ENTRY_NAME!r} is taken: {list(given)}")
+    return tensors
+
+
+def _other_devices(now: Layout, before: Layout) -> list[str]:
+    return [
+        f"layer {layer}, tensor {place.spec.name!r}: {place.spec.device} now, {was.spec.device}"
+        for layer, (places, known) in enumerate(zip(now.layers, before.layers, strict=True))
+        for place, was in zip(places, known, strict=True)
+        if place.spec.device != was.spec.device
+    ]

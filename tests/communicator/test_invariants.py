@@ -17,6 +17,7 @@ from eplb_async.core.placement import Placement
 from eplb_async.core.wire import Codec
 from eplb_async.errors import (
     CommunicatorBusy,
+    CommunicatorClosed,
     HandshakeError,
     IntegrityError,
     MigrationAborted,
@@ -154,9 +155,7 @@ def test_i8_stale_duplicate_and_forged_messages_are_counted_and_dropped() -> Non
             before = driver.protocol.snapshot()
             forged = Codec(b"f" * 32, ep_size=2, num_layers=3)
             join = messages.Join(term=0, attempt=9, sender=1, digests=(b"x" * 16,) * 3, last_epoch=0)
-            stale = messages.Leave(
-                sender=1, sender_incarnation=7, receiver_incarnation=driver.identity.incarnation
-            )
+            stale = messages.Leave(sender=1, sender_incarnation=7, receiver_incarnation=driver.identity.incarnation)
             for data in (b"", b"garbage", forged.encode(join), driver._codec.encode(stale)):
                 driver.notification("somebody", data)
             assert driver.protocol.snapshot() == before
@@ -333,9 +332,7 @@ def test_i18_a_layer_counts_as_applied_only_when_its_event_has_completed() -> No
             await eventually(lambda: slow.waiting > 0)
             await asyncio.sleep(1.0)
             assert cluster.comms[0].placement == OLD
-            assert cluster.comms[0].health().committed == 1, (
-                "staging of one layer was reused before its event"
-            )
+            assert cluster.comms[0].health().committed == 1, "staging of one layer was reused before its event"
             slow.event.set()
             assert all(isinstance(report, MigrationReport) for report in await tasks)
             slow.event.clear()
@@ -346,5 +343,44 @@ def test_i18_a_layer_counts_as_applied_only_when_its_event_has_completed() -> No
             slow.event.set()
             await tasks
             assert cluster.wrong_bytes() == 0
+
+    run(main())
+
+
+def test_i7_a_rank_that_cannot_apply_is_out_and_says_so() -> None:
+    """Rows that are neither old nor new must not be used: that rank closes itself, the others go on without it."""
+    old = Placement([[0, 1, 2, 0, 1, 2]] * 2, ep_size=3)
+    new = Placement([[2, 1, 0, 2, 1, 0]] * 2, ep_size=3)
+    without = Placement([[0, 1, 2, 0, -1, -1]] * 2, ep_size=3)
+
+    class Broken:
+        async def copy(self, copies: Sequence[Copy]) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def main() -> None:
+        async with LocalCluster(old) as cluster:
+            cluster.comms[2]._session._copier = Broken()
+            results = await cluster.migrate(new)
+            assert isinstance(results[2], RuntimeError)
+            with pytest.raises(CommunicatorClosed, match="broken"):
+                await cluster.comms[2].migrate(new)
+            await eventually(lambda: cluster.comms[0].health().members == (0, 1))
+            assert cluster.comms[0].placement == cluster.comms[1].placement
+            again = await cluster.migrate(without, ranks=[0, 1])
+            assert all(isinstance(report, MigrationReport) for report in again), again
+            assert cluster.wrong_bytes([0, 1]) == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), True, "5"])
+def test_i11_an_endless_or_senseless_timeout_is_refused(timeout: float) -> None:
+    """Every wait has a finite deadline: what is none is refused by name, and nothing was begun."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            with pytest.raises(ValueError, match="timeout="):
+                await cluster.comms[0].migrate(NEW, timeout=timeout)
+            assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(NEW))
 
     run(main())

@@ -22,9 +22,7 @@ SPEC = TensorSpec(
     dtype="float32",
     device="cpu",
 )
-EMPTY = replace(
-    SPEC, name="g_idx", row_bytes=0, row_stride=0, row_shape=(4, 0), element_strides=(0, 1), dtype="int32"
-)
+EMPTY = replace(SPEC, name="g_idx", row_bytes=0, row_stride=0, row_shape=(4, 0), element_strides=(0, 1), dtype="int32")
 AGREED = {
     "name": "w2",
     "row_bytes": 64,
@@ -38,9 +36,7 @@ FREE = {"row_stride": 256, "device": "cuda:1"}
 
 def layout(*layers, base=4096):
     """Tensors one after the other from ``base`` on."""
-    return Layout(
-        tuple(tuple(TensorPlace(spec, base * (i + 1)) for i, spec in enumerate(specs)) for specs in layers)
-    )
+    return Layout(tuple(tuple(TensorPlace(spec, base * (i + 1)) for i, spec in enumerate(specs)) for specs in layers))
 
 
 specs = st.builds(

@@ -41,9 +41,7 @@ def test_inverse_lists_exactly_the_slots_of_each_expert(placement):
 @given(placements())
 def test_equal_content_is_equal_with_equal_hash_and_digest(placement):
     """A rebuilt placement is the same one."""
-    again = Placement(
-        placement.physical_to_logical_map, ep_size=placement.ep_size, num_logical=placement.num_logical
-    )
+    again = Placement(placement.physical_to_logical_map, ep_size=placement.ep_size, num_logical=placement.num_logical)
     assert again == placement
     assert hash(again) == hash(placement)
     assert again.digest() == placement.digest()
@@ -99,9 +97,7 @@ def test_sizes_and_views_of_a_small_placement():
     assert (placement.num_local_experts, placement.num_redundant) == (3, 1)
     assert placement.local(1).tolist() == [[3, 4, 0], [1, 0, -1]]
     assert placement.logical_to_physical_map is placement.logical_to_physical_map
-    assert repr(placement).startswith(
-        "Placement(num_layers=2, num_logical=5, num_physical=6, ep_size=2, digest="
-    )
+    assert repr(placement).startswith("Placement(num_layers=2, num_logical=5, num_physical=6, ep_size=2, digest=")
     with pytest.raises(IndexError, match=r"rank 2 is outside \[0, 2\)"):
         placement.local(2)
 
@@ -148,9 +144,7 @@ def test_a_long_list_of_missing_experts_is_cut_short():
 
 def test_c27_initial_names_the_smallest_redundant_count_that_divides():
     """256 logical experts on 3 ranks need 2 redundant ones, 86 per rank."""
-    with pytest.raises(
-        PlacementError, match=r"256 logical and 0 redundant .* ep_size 3; .* 2 \(86 experts per rank\)"
-    ):
+    with pytest.raises(PlacementError, match=r"256 logical and 0 redundant .* ep_size 3; .* 2 \(86 experts per rank\)"):
         Placement.initial(1, 256, ep_size=3)
     assert Placement.initial(1, 256, ep_size=3, num_redundant=2).num_local_experts == 86
 
@@ -164,9 +158,7 @@ def test_c27_initial_refuses_negative_redundancy():
 def test_c27_initial_repeats_experts_from_zero_on():
     """5 logical on 2 ranks with 1 redundant is valid, and so is more than one round."""
     assert Placement.initial(2, 5, ep_size=2, num_redundant=1).local(1).tolist() == [[3, 4, 0]] * 2
-    assert Placement.initial(1, 2, ep_size=1, num_redundant=3).physical_to_logical_map.tolist() == [
-        [0, 1, 0, 1, 0]
-    ]
+    assert Placement.initial(1, 2, ep_size=1, num_redundant=3).physical_to_logical_map.tolist() == [[0, 1, 0, 1, 0]]
 
 
 def test_with_layers_is_what_is_true_after_a_partial_commit():

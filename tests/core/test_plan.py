@@ -73,9 +73,7 @@ def test_a_rank_receives_an_expert_once_and_only_for_slots_that_lacked_it(case):
     old, new, where = case
     migration = plan(old, new, **where)
     expected = defaultdict(tuple)
-    changed = (old.physical_to_logical_map != new.physical_to_logical_map) & (
-        new.physical_to_logical_map >= 0
-    )
+    changed = (old.physical_to_logical_map != new.physical_to_logical_map) & (new.physical_to_logical_map >= 0)
     for layer, physical in np.argwhere(changed).tolist():
         reader, slot = divmod(physical, new.num_local_experts)
         expected[layer, reader, int(new.physical_to_logical_map[layer, physical])] += (slot,)
@@ -171,9 +169,7 @@ def test_moves_are_sorted_and_counted(case):
     assert migration.is_empty == (not moves)
     sizes = [10**12 + layer for layer in range(old.num_layers)]
     per_rank = Counter((layer, move.reader) for layer, move in moves)
-    assert migration.max_incoming(sizes) == max(
-        (n * sizes[layer] for (layer, _), n in per_rank.items()), default=0
-    )
+    assert migration.max_incoming(sizes) == max((n * sizes[layer] for (layer, _), n in per_rank.items()), default=0)
 
 
 @given(migrations())
@@ -202,8 +198,7 @@ def test_ties_rotate_from_layer_to_layer():
     old = Placement([[0, 0, 1]] * 4, ep_size=3)
     new = Placement([[0, 1, 0]] * 4, ep_size=3)
     chosen = [
-        next(m.source for m in plan(old, new).moves(layer, 2) if m.expert == 0)
-        for layer in range(old.num_layers)
+        next(m.source for m in plan(old, new).moves(layer, 2) if m.expert == 0) for layer in range(old.num_layers)
     ]
     assert chosen == [0, 1, 0, 1]
 
@@ -242,9 +237,7 @@ def test_c30_swapping_slots_on_one_rank_is_two_local_copies():
 
 def test_c30_a_rank_that_is_only_read_and_one_with_nothing_to_do_have_no_moves():
     """Rank 0 is read, rank 1 reads, rank 2 idles."""
-    migration = plan(
-        Placement([[0, 1, 1, -1, 2, -1]], ep_size=3), Placement([[0, 1, 1, 0, 2, -1]], ep_size=3)
-    )
+    migration = plan(Placement([[0, 1, 1, -1, 2, -1]], ep_size=3), Placement([[0, 1, 1, 0, 2, -1]], ep_size=3))
     assert migration.moves(0, 0) == ()
     assert [m.expert for m in migration.moves(0, 1)] == [0]
     assert migration.moves(0, 2) == ()

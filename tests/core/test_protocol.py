@@ -712,9 +712,7 @@ any_event: st.SearchStrategy[events.Event] = st.one_of(
 
 @settings(max_examples=600, deadline=None)
 @given(rank=st.sampled_from([0, 1]), majority=st.booleans(), script=st.lists(any_event, max_size=40))
-def test_no_peer_can_make_it_raise_or_break_its_promises(
-    rank: int, majority: bool, script: list[events.Event]
-) -> None:
+def test_no_peer_can_make_it_raise_or_break_its_promises(rank: int, majority: bool, script: list[events.Event]) -> None:
     """I-8: authentic messages that mean nothing. One ``Ended`` each; commits in order and prepared."""
     protocol = a_protocol(rank, RANKS, LAYERS, majority_rule=majority)
     wanted = over = 0

@@ -77,9 +77,7 @@ def test_lost_links_never_make_two_views() -> None:
     ],
     ids=["3x1 twice, any order", "3x2 closing, excluding", "4x1 cuts"],
 )
-def test_the_beginning_of_what_is_too_large_to_finish_is_safe(
-    ep_size: int, num_layers: int, limits: Limits
-) -> None:
+def test_the_beginning_of_what_is_too_large_to_finish_is_safe(ep_size: int, num_layers: int, limits: Limits) -> None:
     walk(Ring(ep_size, num_layers, limits=limits, pings=bool(limits.exclusions)), max_states=40_000)
 
 
@@ -225,13 +223,9 @@ def test_any_order_of_messages_deaths_and_stops_comes_to_rest_and_is_usable(
 
 @random_settings
 @given(size=random_rings, data=st.data())
-def test_cut_links_losses_and_wrong_words_never_break_a_promise(
-    size: tuple[int, int], data: st.DataObject
-) -> None:
+def test_cut_links_losses_and_wrong_words_never_break_a_promise(size: tuple[int, int], data: st.DataObject) -> None:
     """Safety alone: what is lost for good between live ranks can only leave them in doubt."""
-    limits = Limits(
-        migrations=2, crashes=1, closes=1, exclusions=1, cuts=2, duplicates=1, doubts=9, fifo=False
-    )
+    limits = Limits(migrations=2, crashes=1, closes=1, exclusions=1, cuts=2, duplicates=1, doubts=9, fifo=False)
     ring = ring_of(*size, limits)
     for _ in range(data.draw(st.integers(0, 60))):
         if not step(ring, data, None):
@@ -250,9 +244,7 @@ def test_cut_links_losses_and_wrong_words_never_break_a_promise(
 
 @random_settings
 @given(size=random_rings, data=st.data())
-def test_after_cut_links_whoever_still_reaches_all_others_goes_on(
-    size: tuple[int, int], data: st.DataObject
-) -> None:
+def test_after_cut_links_whoever_still_reaches_all_others_goes_on(size: tuple[int, int], data: st.DataObject) -> None:
     """I-9: once one end of each cut link has died."""
     ring = ring_of(*size, Limits(2, closes=1, cuts=2, duplicates=1, doubts=9, fifo=False))
     for _ in range(data.draw(st.integers(0, 60))):

@@ -46,9 +46,7 @@ def test_every_byte_of_every_read_is_read_once(moves, row_bytes, max_bytes, max_
 
 
 @given(moves_of_rank_2, row_sizes, st.integers(100, 60_000), st.integers(1, 6))
-def test_no_batch_exceeds_its_limits_and_only_long_rows_are_split(
-    moves, row_bytes, max_bytes, max_descriptors
-):
+def test_no_batch_exceeds_its_limits_and_only_long_rows_are_split(moves, row_bytes, max_bytes, max_descriptors):
     """Bytes and descriptors are bounded; cuts are aligned where the limit allows it."""
     limits = {"max_bytes": max_bytes, "max_descriptors": max_descriptors}
     for batch in pieces(moves, row_bytes, rank=2, ep_size=5, **limits):
@@ -98,9 +96,7 @@ def test_a_row_longer_than_a_batch_is_cut_at_aligned_offsets():
         ([4096], [4096]),
         ([8192], [1808]),
     ]
-    assert {column.dtype for b in batches for column in (b.move, b.tensor, b.offset, b.length)} == {
-        np.dtype("int64")
-    }
+    assert {column.dtype for b in batches for column in (b.move, b.tensor, b.offset, b.length)} == {np.dtype("int64")}
 
 
 def test_c17_empty_rows_are_skipped_and_an_empty_plan_posts_nothing():
@@ -128,10 +124,7 @@ def window(**limits):
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 50)), max_size=40),
     st.fixed_dictionaries(
-        {
-            name: st.integers(1, 60)
-            for name in ("max_bytes", "max_requests", "max_peer_bytes", "max_peer_requests")
-        }
+        {name: st.integers(1, 60) for name in ("max_bytes", "max_requests", "max_peer_bytes", "max_peer_requests")}
     ),
     st.randoms(use_true_random=False),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ async def copy_twice(comm: Any, nbytes: int, chunk: int) -> float:
 
     def copy() -> float:
         started = time.perf_counter()
-        for source, target in zip(pages, pages[1:], strict=False):
+        for source, target in pairwise(pages):
             for at in range(0, nbytes, chunk):
                 target[at : at + chunk] = source[at : at + chunk]
         return time.perf_counter() - started

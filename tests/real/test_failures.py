@@ -88,9 +88,7 @@ def test_a_peer_gone_before_the_migration_is_noticed_by_pings(start: Start, tran
     assert ranks.call(0, "placement") == old
     ranks.call(0, "exclude", 1)
     alone = Placement([[0, -1]] * 3, ep_size=2, num_logical=1)
-    assert isinstance(
-        ranks.call(0, "migrate", alone, 5.0), Failure
-    )  # another number of experts: refused, not hung
+    assert isinstance(ranks.call(0, "migrate", alone, 5.0), Failure)  # another number of experts: refused, not hung
 
 
 def test_a_stopped_peer_times_out_and_recycling_gives_the_staging_back(start: Start) -> None:

@@ -26,9 +26,7 @@ def placements(
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_random_placements_bring_the_right_bytes_to_the_same_pointers(
-    start: Start, transport: str, loop: str
-) -> None:
+def test_random_placements_bring_the_right_bytes_to_the_same_pointers(start: Start, transport: str, loop: str) -> None:
     """Redundancy, empty slots, copies of one expert on one rank: every byte right, I-12."""
     first, *rest = placements(1, 7, ranks=3)
     ranks = start(first, transport=transport, loop=loop, row_bytes=(70_001, 333, 8))

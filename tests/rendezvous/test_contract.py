@@ -26,9 +26,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, memory: Any) -> Iterato
         first = second = memory
     elif request.param == "tcp":
         first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
-        second = TcpRendezvous.connect(
-            "127.0.0.1", int(first.url.rpartition(":")[2]), timeout=20, secret=None
-        )
+        second = TcpRendezvous.connect("127.0.0.1", int(first.url.rpartition(":")[2]), timeout=20, secret=None)
     elif request.param == "file":
         first, second = (FileRendezvous(tmp_path / "store", timeout=20) for _ in range(2))
     else:

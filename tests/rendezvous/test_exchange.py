@@ -30,9 +30,7 @@ def publish(memory: Any, *ranks: int) -> None:
         memory.set(f"g/blob/{rank}", b"blob of %d" % rank)
 
 
-async def run(
-    memory: Any, on_peer: Any, *, ep_size: int = 8, timeout: float = 20.0, **more: Any
-) -> dict[int, float]:
+async def run(memory: Any, on_peer: Any, *, ep_size: int = 8, timeout: float = 20.0, **more: Any) -> dict[int, float]:
     return await exchange(
         memory,
         group="g",
@@ -141,9 +139,7 @@ async def test_all_failing_peers_are_listed_with_their_reasons(memory: Any) -> N
             raise KeyError("a bug")
         met.append(peer)
 
-    with pytest.raises(
-        HandshakeError, match=r"met 3 of 7 peers of group 'g' in 0\.3 s at memory://"
-    ) as caught:
+    with pytest.raises(HandshakeError, match=r"met 3 of 7 peers of group 'g' in 0\.3 s at memory://") as caught:
         await run(memory, on_peer, timeout=0.3)
     assert sorted(met) == [1, 3, 6]
     assert set(caught.value.failures) == {2, 4, 5, 7}
@@ -251,9 +247,7 @@ async def test_a_store_call_that_hangs_is_bounded_and_delays_nobody(memory: Any)
     memory.get = hanging
     with pytest.raises(HandshakeError) as caught:
         await run(memory, on_peer, timeout=0.4)
-    assert caught.value.failures == {
-        5: "the rendezvous did not answer; is the process that hosts it running?"
-    }
+    assert caught.value.failures == {5: "the rendezvous did not answer; is the process that hosts it running?"}
     assert sorted(met) == [1, 2, 3, 4, 6, 7]
     free.set()
 

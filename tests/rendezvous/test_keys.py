@@ -24,9 +24,7 @@ def test_each_start_is_a_newer_incarnation(memory: Any) -> None:
 def test_a_secret_gives_each_group_its_key_and_stores_nothing(memory: Any) -> None:
     """Keys are derived, 32 bytes, and differ by group and secret."""
     keys = {
-        job_key(memory, group=group, rank=3, secret=secret)
-        for group in ("a", "b")
-        for secret in (SECRET, SECRET[::-1])
+        job_key(memory, group=group, rank=3, secret=secret) for group in ("a", "b") for secret in (SECRET, SECRET[::-1])
     }
     assert len(keys) == 4
     assert {len(key or b"") for key in keys} == {32}

@@ -1,0 +1,146 @@
+"""The pages say what the code does: settings, errors, messages, diagram, snippets, links, and what the code cites."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from eplb_async import errors
+from eplb_async.core import messages
+from eplb_async.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<!!)\[[^]]+\]\(([^)\s]+)\)")
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> Iterator[str]:
+    return (body for kind, body in _BLOCK.findall(text_of(path)) if kind == language)
+
+
+def name_of(value: object) -> str:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else ""
+
+
+def anchors(path: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(_BLOCK, "", text_of(path)), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def sources() -> str:
+    """All code and tests, in one string."""
+    folders = (ROOT / "eplb_async", ROOT / "tests", ROOT / "examples")
+    return "\n".join(text_of(path) for folder in folders for path in sorted(folder.rglob("*.py")))
+
+
+def test_every_setting_is_in_the_table_with_its_default() -> None:
+    """Name, variable and default of each field, and no row that is no setting."""
+    rows = re.findall(r"^\| `(\w+)` \| `(EPLB_ASYNC_\w+)` \| `([^`]+)` \|", text_of(DOCS / "settings.md"), re.MULTILINE)
+    expected = [(f.name, f"EPLB_ASYNC_{f.name.upper()}", repr(f.default)) for f in fields(Settings)]
+    assert rows == expected
+
+
+def test_every_public_error_is_explained() -> None:
+    """Each error class has a row of its own."""
+    rows = set(re.findall(r"^\| `(\w+)`", text_of(DOCS / "errors.md"), re.MULTILINE))
+    public = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert public
+    assert public <= rows
+
+
+def test_every_message_is_named() -> None:
+    """Each kind of control message is in the table of the protocol page."""
+    page = text_of(DOCS / "protocol.md")
+    kinds = [kind.__name__ for kind in messages.Message.__subclasses__()]
+    assert kinds
+    assert [kind for kind in kinds if f"`{kind}`" not in page] == []
+
+
+def test_the_diagram_is_fresh() -> None:
+    """The page is what ``python docs/protocol_diagram.py`` writes."""
+    render = runpy.run_path(str(DOCS / "protocol_diagram.py"))["render"]
+    page = text_of(DOCS / "protocol.md")
+    assert page == render(page), "stale: run python docs/protocol_diagram.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_blocks_compile(page: Path) -> None:
+    """What a reader copies is Python."""
+    for body in blocks(page, "python"):
+        compile(body, str(page), "exec")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [body for page in (DOCS / "testing.md", DOCS / "concepts.md") for body in blocks(page, "python")],
+    ids=lambda body: re.findall(r"^from eplb_async\.([\w.]+) import", body, re.MULTILINE)[-1],
+)
+def test_snippets_run(body: str) -> None:
+    """The snippets of the test kit and the worked example run; those that start processes are only defined."""
+    exec(compile(body, "snippet", "exec"), {"__name__": "snippet"})
+
+
+def test_the_worked_example_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block after the example is its output."""
+    page = DOCS / "concepts.md"
+    exec(compile(next(blocks(page, "python")), str(page), "exec"), {})
+    assert capsys.readouterr().out in list(blocks(page, "text"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_resolve(page: Path) -> None:
+    """Each link leads to a file here, and to a heading in it if it names one."""
+    for link in _LINK.findall(re.sub(_BLOCK, "", text_of(page))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    """Nothing is written that nobody finds."""
+    linked = {(DOCS / link).resolve() for link in _LINK.findall(text_of(DOCS / "index.md"))}
+    assert {page.resolve() for page in PAGES[1:]} - linked == {(DOCS / "index.md").resolve()}
+
+
+def test_the_readme_has_the_test_command_that_ci_runs() -> None:
+    """After the marker comes a block that begins with pip and ends with the tests."""
+    body = text_of(ROOT / "README.md").partition("\n<!-- test-command -->\n```bash\n")[2].partition("```")[0]
+    lines = body.splitlines()
+    assert lines[0].startswith("pip install -c constraints.txt")
+    assert lines[-1] == "python -m pytest -q"
+
+
+def test_what_the_code_cites_is_written() -> None:
+    """Invariants, rows on NIXL, sections of the design and decisions that code and tests name exist."""
+    code = sources()
+    design, nixl = text_of(DOCS / "design.md"), text_of(DOCS / "nixl.md")
+    rows = {int(number) for number in re.findall(r"^\| (\d+) \|", nixl, re.MULTILINE)}
+    cited = {int(number) for number in re.findall(r"\bN-(\d+)\b", code)}
+    for first, last in re.findall(r"NIXL\.md, (\d+)(?:-(\d+))?", code):
+        cited |= set(range(int(first), int(last or first) + 1))
+    assert cited <= rows, sorted(cited - rows)
+    invariants = set(re.findall(r"^\| (I-\d+) \|", design, re.MULTILINE))
+    assert set(re.findall(r"\bI-\d+\b", code)) <= invariants
+    sections = set(re.findall(r"^## (\d+)\. ", design, re.MULTILINE))
+    assert {
+        section for cite in re.findall(r"DESIGN (§\d+(?:, §\d+)*)", code) for section in re.findall(r"\d+", cite)
+    } <= sections
+    for number in re.findall(r"docs/decisions/(\d{4})", code):
+        assert list((DOCS / "decisions").glob(f"{number}-*.md")), number
