@@ -160,6 +160,10 @@ class MigrationAborted(MigrationError):
     """The epoch ended early, on every rank of the view at the same layer; migrate again when ready."""
 
 
+class MigrationTimeout(MigrationAborted, TimeoutError):
+    """This rank's deadline passed while it waited for others; the message says for whom."""
+
+
 class MigrationInDoubt(MigrationError):
     """This rank voted and cannot learn the decision yet; it applies nothing until a view or ``exclude`` says."""
 

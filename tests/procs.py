@@ -34,7 +34,7 @@ ROOT = TESTS.parent
 _FAILED = "raised in the process"
 
 
-class Failed(AssertionError):  # noqa: N818 - reads as a verdict
+class Failed(AssertionError):
     """What a process raised, with its traceback."""
 
 

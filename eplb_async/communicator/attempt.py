@@ -10,7 +10,7 @@ from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.report import MigrationReport
 from eplb_async.core.events import Ended
 from eplb_async.core.plan import MigrationPlan
-from eplb_async.errors import EplbError, MigrationAborted
+from eplb_async.errors import EplbError, MigrationAborted, MigrationTimeout
 from eplb_async.nixl.endpoint import Endpoint
 
 
@@ -42,6 +42,7 @@ class Attempt:
         self.result.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.run: EpochRun | None = None
         self.cause: Exception | None = None
+        self.late = False
         self._loop = loop
         self._endpoint = endpoint
         self._make_run = make_run
@@ -70,7 +71,7 @@ class Attempt:
             if not self.result.done():
                 self.result.set_result(self._report(ended))
         else:
-            self.fail(self.cause or _aborted(ended))
+            self.fail(self.cause or _aborted(ended, late=self.late))
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""
@@ -103,11 +104,13 @@ class Attempt:
         )
 
 
-def _aborted(ended: Ended) -> EplbError:
+def _aborted(ended: Ended, *, late: bool) -> EplbError:
     who = f"rank {ended.origin}" if ended.origin >= 0 else "the view"
-    return MigrationAborted(
-        f"migration aborted in epoch {ended.epoch} by {who}: {ended.reason or 'no reason given'}; layers "
-        f"[0, {ended.committed}) hold the new placement on every rank of the view; migrate again when ready",
+    when = f"in epoch {ended.epoch}" if ended.epoch else "before its epoch began"
+    kind = MigrationTimeout if late else MigrationAborted
+    return kind(
+        f"migration aborted {when} by {who}: {ended.reason or 'no reason given'}; layers [0, {ended.committed}) "
+        "hold the new placement on every rank of the view; migrate again when that is mended",
         epoch=ended.epoch,
         origin=ended.origin if ended.origin >= 0 else None,
         reason=ended.reason,

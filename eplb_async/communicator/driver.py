@@ -112,7 +112,8 @@ class Driver:
     def gone(self, rank: int, proof: Proof) -> None:
         """A rank is gone, with proof."""
         if proof is Proof.EXCLUDED:
-            self.degraded[rank] = "excluded by the caller"
+            before = self.degraded.get(rank)
+            self.degraded[rank] = "excluded by the caller" + (f" ({before} before)" if before else "")
         self.feed(events.Gone(rank, proof))
 
     def feed(self, event: events.Event) -> None:
@@ -222,7 +223,7 @@ class Driver:
         self.over = why
         if why != "closed":
             self.last_error = why
-            _log.error("this rank is out: %s; open a new communicator", why)
+            _log.error("this rank is out of the group, which goes on without it: %s", why)
         if self.attempt is not None:
             self.attempt.fail(CommunicatorClosed(f"the communicator is {why}"))
         self._changed.set()

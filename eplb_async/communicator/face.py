@@ -215,7 +215,7 @@ class AsyncEplbCommunicator:
             WeightsError: A tensor moved since it was registered; nothing was sent.
             NixlTransferFailed: A READ failed on this rank; the epoch was ended on all.
             IntegrityError: A READ brought other bytes than meant; the epoch was ended on all.
-            MigrationAborted: Another rank ended the epoch, or the deadline passed.
+            MigrationAborted: Another rank ended the epoch; ``MigrationTimeout``: this rank's deadline passed.
             MigrationInDoubt: This rank voted and cannot learn the decision.
             CommunicatorBusy: A migration is running already.
             CommunicatorClosed: It is closed, or was fenced by the others.
@@ -237,6 +237,8 @@ class AsyncEplbCommunicator:
             WeightsError: A tensor cannot be moved; nothing has changed then.
         """
         with self._doing("rebind"):
+            await self._engine.run(self._session.settled)
+            self._weights.rebind()  # the caller's callable runs on the caller's loop
             await self._engine.run(self._session.rebind)
 
     async def exclude(self, rank: int) -> None:

@@ -50,6 +50,7 @@ class Introducer:
         self._settings = settings
         self._heard: dict[int, int] = {}
         self._arrived = asyncio.Event()
+        self._announced: messages.Introduce | None = None
         self.layout = layout
         driver.on_introduction = self._on_message
 
@@ -118,13 +119,31 @@ class Introducer:
 
     async def met(self, member: Member) -> None:
         """Wait until the rank has said Hello to this incarnation of ours."""
-        while start_of(self._heard.get(member.rank, 0)) != start_of(member.incarnation):
+        while not self._has_met(member):
             self._arrived.clear()
             await self._arrived.wait()
 
-    def forget(self) -> None:
-        """Forget whom we heard of: a new incarnation of ours must be met anew."""
+    async def announce(self, endpoint: Endpoint, members: list[Member], patience: float) -> list[int]:
+        """Introduce a new incarnation of ours to members; returns those of them that did not answer in time.
+
+        Several ranks can do so at once: who introduces itself meanwhile is told of ours again, at its new agent.
+        """
         self._heard.clear()
+        self._announced = messages.Introduce(blob=self.blob(endpoint))
+        try:
+            for member in members:
+                self._driver.send(member.rank, self._announced)
+            async with asyncio.timeout(patience):
+                for member in members:
+                    await self.met(member)
+        except TimeoutError:
+            pass
+        finally:
+            self._announced = None
+        return [member.rank for member in members if not self._has_met(member)]
+
+    def _has_met(self, member: Member) -> bool:
+        return start_of(self._heard.get(member.rank, 0)) == start_of(member.incarnation)
 
     def _on_message(self, message: messages.Hello | messages.Introduce) -> None:
         if isinstance(message, messages.Introduce):
@@ -141,10 +160,13 @@ class Introducer:
         if known is None or endpoint is None or not self._roster.same_start(message.sender, message.sender_incarnation):
             self._driver.dropped["another incarnation"] += 1
             return
-        try:
-            self.admit(message.sender, message.blob, endpoint, newer_than=known.incarnation)
-        except HandshakeError as error:
-            self._driver.dropped["bad introduction"] += 1
-            _log.warning("introduction refused: %s", error)
-            return
+        if message.sender_incarnation != known.incarnation:  # else told again: it missed our Hello
+            try:
+                known = self.admit(message.sender, message.blob, endpoint, newer_than=known.incarnation)
+            except HandshakeError as error:
+                self._driver.dropped["bad introduction"] += 1
+                _log.warning("introduction refused: %s", error)
+                return
+            if self._announced is not None and not self._has_met(known):
+                self._driver.send(message.sender, self._announced)
         self._driver.send(message.sender, messages.Hello())

@@ -17,14 +17,14 @@ from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.epoch import EpochRun, LayerJob
 from eplb_async.communicator.introduction import Introducer
-from eplb_async.communicator.members import Identity, Member, Roster, memory_of
+from eplb_async.communicator.members import Identity, Roster, memory_of
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import CommunicatorClosed, MigrationAborted, MigrationInDoubt
+from eplb_async.errors import CommunicatorClosed, MigrationInDoubt, MigrationTimeout
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous, exchange
 from eplb_async.settings import Settings
@@ -126,8 +126,7 @@ class Session:
         try:
             async with asyncio.timeout_at(deadline):
                 self._endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
-                await self.driver.until(lambda: self.driver.settled)
-                self._check_open()
+                await self.settled()
                 before = loop.time()
                 wanted = await self._engine.offload(lambda: self._plan(new))
                 planned = loop.time() - before
@@ -153,15 +152,14 @@ class Session:
         finally:
             timer.cancel()
 
-    async def rebind(self) -> None:
-        """Register the tensors as they are now; peers are introduced to a new incarnation of this rank.
-
-        Raises:
-            WeightsError: A tensor cannot be moved; nothing has changed then.
-        """
+    async def settled(self) -> None:
+        """Wait until nothing of an earlier migration is under way."""
         await self.driver.until(lambda: self.driver.settled)
         self._check_open()
-        self.weights.rebind()
+
+    async def rebind(self) -> None:
+        """Register the tensors as the weights say they are now; peers are introduced to a new incarnation."""
+        self._check_open()
         self._introducer.layout = self.weights.layout
         await self._recycle("weights were rebound")
 
@@ -296,13 +294,14 @@ class Session:
         if attempt.cause is None and attempt.run is not None:
             attempt.cause = attempt.run.read_error()
         waiting = f", waiting for ranks {sorted(protocol.waiting_for)}" if protocol.waiting_for else ""
+        attempt.late = True
         self.driver.give_up(
             attempt,
             f"timed out after {timeout:g} s in phase {protocol.phase.value} with {protocol.prepared} of "
             f"{self.placement.num_layers} layers prepared{waiting}",
         )
 
-    def _never_joined(self, timeout: float) -> MigrationAborted | MigrationInDoubt:
+    def _never_joined(self, timeout: float) -> MigrationTimeout | MigrationInDoubt:
         rank = self.driver.identity.rank
         if self.driver.protocol.phase is Phase.IN_DOUBT:
             return MigrationInDoubt(
@@ -311,7 +310,7 @@ class Session:
                 reason=self.driver.last_error,
             )
         what = f"timed out after {timeout:g} s before JOIN: an earlier migration or a view change had not settled"
-        return MigrationAborted(f"migration not begun: {what}", origin=rank, reason=what)
+        return MigrationTimeout(f"migration not begun: {what}", origin=rank, reason=what)
 
     async def _make_room(self, wanted: MigrationPlan) -> None:
         """Recycle the agent if quarantine leaves too little staging for this plan (DESIGN §5)."""
@@ -346,16 +345,15 @@ class Session:
         self._retiring = old
         self._endpoint = self.driver.endpoint = fresh
         self.driver.identity = successor
-        self._introducer.forget()
         self.recycled += 1
-        with fresh.serving():
-            introduction = messages.Introduce(blob=self._introducer.blob(fresh))
-            known = [member for member in self._roster if not member.peer.gone]
+        known = [member for member in self._roster if not member.peer.gone]
+        awaited = [member for member in known if member.rank in self.driver.protocol.members]
+        with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
+            silent = await self._introducer.announce(fresh, awaited, _MEET_SECONDS)
             for member in known:
-                self.driver.send(member.rank, introduction)
-            awaited = [member for member in known if member.rank in self.driver.protocol.members]
-            met = await asyncio.gather(*(self._met(member) for member in awaited))
-        silent = [member.rank for member, answered in zip(awaited, met, strict=True) if not answered]
+                if member not in awaited:
+                    self.driver.send(member.rank, messages.Introduce(blob=self._introducer.blob(fresh)))
+            old.look()
         left = old.destroy()
         self._retiring = None
         self._staging.wake()
@@ -368,14 +366,6 @@ class Session:
             successor.incarnation,
             silent,
         )
-
-    async def _met(self, member: Member) -> bool:
-        try:
-            async with asyncio.timeout(_MEET_SECONDS):
-                await self._introducer.met(member)
-        except TimeoutError:
-            return False
-        return True
 
     def _check_open(self) -> None:
         if self.driver.over:

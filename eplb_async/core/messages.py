@@ -35,9 +35,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Introduction: "I have added you"; ``acknowledged`` when the sender has had the receiver's Hello too."""
-
-    acknowledged: bool = False
+    """Introduction: "I have added you"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -295,7 +295,7 @@ class Protocol(Member):
             return
         self._members_changed()
         if not self._over and self._part.active and not view.majority():
-            self._give_up(f"no majority of {names(view.members)} remains")
+            self._give_up(f"no majority of {names(view.members)} remains; say which are dead with exclude()")
             self._doubt_without_majority()
 
     def _tick(self) -> None:

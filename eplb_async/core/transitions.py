@@ -22,7 +22,7 @@ _NEWS = (events.Gone, messages.Leave, messages.Ping, messages.View)
 """What tells of members that are gone or close."""
 
 
-class InvariantViolation(AssertionError):  # noqa: N818 - it names what happened
+class InvariantViolation(AssertionError):
     """A bug of this library: the protocol made a move that it does not have."""
 
 

@@ -14,7 +14,7 @@ MAX_REASON = 400
 """Bytes of a reason that are sent; the rest is cut."""
 
 
-class Ignored(Exception):  # noqa: N818 - it never leaves the core
+class Ignored(Exception):
     """A message moves nothing (I-8).
 
     Attributes:
@@ -180,7 +180,7 @@ class Decision:
     """Last attempt of each rank that answered."""
 
 
-class Superseded(Exception):  # noqa: N818 - it never leaves the core
+class Superseded(Exception):
     """A newer view exists, and this rank is not in it."""
 
 

@@ -224,7 +224,7 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
     boolean = _Form(lambda value: flag.pack(int(value)), lambda reader: bool(flag.read(reader)), flag.size)
     text = _text(MAX_REASON)
     bodies: dict[type[Message], dict[str, _Form]] = {
-        messages.Hello: {"acknowledged": boolean},
+        messages.Hello: {},
         messages.Introduce: {"blob": _blob(MAX_BLOB)},
         messages.Ping: {"gone": ranks, "declared": ranks},
         messages.Join: {"digests": _DIGESTS, "last_epoch": counter},

@@ -19,7 +19,7 @@ from eplb_async.engine import Inline
 T = TypeVar("T")
 
 
-class Deadlock(RuntimeError):  # noqa: N818 - what it is called
+class Deadlock(RuntimeError):
     """Nothing is ready and no timer is set: the tasks that are left wait for ever."""
 
 

@@ -24,7 +24,7 @@ UNLIMITED = 1 << 30
 _ABSENT, _FLYING, _SPOILT, _STAGED, _RUINED = range(5)
 
 
-class Violation(AssertionError):  # noqa: N818 - it names what happened
+class Violation(AssertionError):
     """An invariant does not hold."""
 
 

@@ -35,7 +35,6 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sender": st.integers(0, RANKS - 1),
     "sender_incarnation": incarnation,
     "receiver_incarnation": incarnation,
-    "acknowledged": st.booleans(),
     "blob": st.binary(max_size=300),
     "digests": st.tuples(digest, digest, digest),
     "last_epoch": counter,

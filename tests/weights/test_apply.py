@@ -183,7 +183,8 @@ def test_a_stream_of_another_device_is_refused_before_anything_is_copied(stream:
 
     async def main() -> None:
         with pytest.raises(WeightsError, match=r"rows on cuda:1 .* stream of cuda:0"):
-            await CudaCopier(LoopEngine(asyncio.get_running_loop()), lambda: stream).copy(copies)
+            async with asyncio.timeout(60.0):
+                await CudaCopier(LoopEngine(asyncio.get_running_loop()), lambda: stream).copy(copies)
 
     run(main())
     assert not entries.any()

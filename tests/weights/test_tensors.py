@@ -108,7 +108,7 @@ def test_parameters_and_inference_tensors_are_written_from_any_thread_and_mode()
 
 def test_empty_tensors_are_part_of_the_layout_but_neither_registered_nor_copied() -> None:
     """C17: the leaf keeps its place, and however it came to be empty it agrees with another empty one."""
-    empty, strided = torch.zeros(4, 0, 3), torch.zeros(4, 3, 0).transpose(1, 2)
+    empty, strided = torch.zeros(4, 0, 3, 2), torch.zeros(4, 2, 3, 0).transpose(1, 3)
     weights = weights_of(torch.zeros(4, 8), empty, entries=True)
     assert [place.spec.row_bytes for place in weights.layout.layers[0]] == [32, 0, 32]
     assert [name for _, name in weights.regions()] == ["0/0", ENTRY_NAME]

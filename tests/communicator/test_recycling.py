@@ -1,0 +1,41 @@
+"""Replacing the agent: nobody takes it for a death, and ranks may do it at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from eplb_async.communicator import MigrationReport
+from eplb_async.core.placement import Placement
+from eplb_async.errors import NixlTransferFailed
+from eplb_async.settings import Settings
+from eplb_async.testing import FaultPlan, MemoryFabric, run
+from eplb_async.testing.cluster import LocalCluster
+
+OLD = Placement([[0, 1, 2, 3, 4, 5]] * 2, ep_size=3)
+NEW = Placement([[2, 3, 4, 5, 0, 1]] * 2, ep_size=3)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_any_ranks_may_recycle_at_once(ranks: tuple[int, ...]) -> None:
+    """READs that never end on some ranks: all of those recycle for the next migration, which works for all."""
+    plan = FaultPlan()
+    for rank in ranks:
+        plan.hold_read(f"default/{rank}.10000", nth=None)
+    fabric = MemoryFabric(plan, latency=0.002)
+
+    async def main() -> None:
+        settings = Settings(secret=b"s" * 16, staging_layers=1)
+        async with LocalCluster(OLD, fabric=fabric, settings=settings) as cluster:
+            failed = await cluster.migrate(NEW, timeout=1.0)
+            assert any(isinstance(result, NixlTransferFailed) for result in failed)
+            for target in (NEW, OLD):
+                reports = await cluster.migrate(target, timeout=20.0)
+                assert all(isinstance(report, MigrationReport) for report in reports), reports
+                assert cluster.wrong_bytes() == 0
+            healths = [comm.health() for comm in cluster.comms]
+            assert [health.recycled for health in healths] == [int(rank in ranks) for rank in range(3)]
+            assert all(health.members == (0, 1, 2) for health in healths)
+            assert not any(health.degraded for health in healths)
+
+    run(main())
+    assert not fabric.violations
