@@ -17,14 +17,18 @@ import contextlib
 import ctypes
 import logging
 import os
-import queue
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from eplb_async.errors import CommunicatorClosed
+from eplb_async.submission import Submission
+from eplb_async.threads import DaemonExecutor, Inline
+
+__all__ = ["Engine", "Inline", "LoopEngine"]
 
 T = TypeVar("T")
 _log = logging.getLogger("eplb_async.engine")
@@ -49,7 +53,7 @@ class LoopEngine:
         self.worker = worker or Inline()
         self.immortal: list[Any] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._submissions: set[_Submission] = set()
+        self._submissions: set[Submission] = set()
         self._closers: list[Callable[[], Awaitable[object]]] = []
         self._over = False
         _live.add(self)
@@ -67,10 +71,10 @@ class LoopEngine:
         Raises:
             CommunicatorClosed: The engine has stopped, or belongs to a parent process.
         """
-        submission = _Submission(self, call, asyncio.get_running_loop())
+        submission = Submission(call, asyncio.get_running_loop())
         self._submissions.add(submission)
         try:
-            self.post(submission.start)
+            self.post(lambda: self._begin(submission))
             result: T = await submission.future
             return result
         except asyncio.CancelledError:
@@ -119,6 +123,10 @@ class LoopEngine:
         """Run blocking work off the engine loop, on the worker thread."""
         return await self.loop.run_in_executor(self.worker, work)
 
+    def now(self) -> float:
+        """Seconds on the finest clock there is, for measuring; deadlines are in ``loop.time()``."""
+        return self.loop.time()
+
     def on_stop(self, closer: Callable[[], Awaitable[object]]) -> None:
         """Have ``closer()`` awaited on the engine loop before it stops."""
         self._closers.append(closer)
@@ -135,6 +143,18 @@ class LoopEngine:
     def drop(self, native: object) -> None:
         """Forget an object noted by :meth:`keep`."""
         self.immortal[:] = [kept for kept in self.immortal if kept is not native]
+
+    def _begin(self, submission: Submission) -> None:
+        if self._over:
+            submission.refuse()
+        elif (task := submission.begin(self.loop)) is not None:
+            self._tasks.add(task)
+            task.add_done_callback(lambda _: self._forget(task, submission))
+            task.add_done_callback(submission.finish)
+
+    def _forget(self, task: asyncio.Task[Any], submission: Submission) -> None:
+        self._tasks.discard(task)
+        self._submissions.discard(submission)  # it holds the awaiting task, whose loop may be closed
 
     async def _wind_down(self) -> None:
         for closer in self._closers[::-1]:
@@ -164,7 +184,7 @@ class Engine(LoopEngine):
     """
 
     def __init__(self, name: str, *, use_uvloop: bool = True) -> None:
-        super().__init__(_new_loop(use_uvloop), Worker(f"{name}-copy"))
+        super().__init__(_new_loop(use_uvloop), DaemonExecutor(1, name=f"{name}-copy"))
         self._stopping = False
         self._exited: Future[None] = Future()
         self._exited.set_running_or_notify_cancel()  # from now on no awaiter can cancel it
@@ -172,6 +192,10 @@ class Engine(LoopEngine):
         self.thread = threading.Thread(target=self._serve, args=(started,), name=name, daemon=True)
         self.thread.start()
         started.wait()
+
+    def now(self) -> float:
+        """Seconds on the performance counter: uvloop's own time stands still for a whole turn."""
+        return time.perf_counter()
 
     def request_stop(self) -> None:
         """Close what runs on the loop, then stop it; returns at once, callable from any thread."""
@@ -216,99 +240,6 @@ class Engine(LoopEngine):
             self._exited.set_result(None)
 
 
-class Inline(Executor):
-    """Runs each call where it is submitted: for loops that may not wait for threads."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run ``fn(*args, **kwargs)`` now."""
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-class Worker(Executor):
-    """One daemon thread that runs blocking calls in order; unlike a pool, it never holds up interpreter exit."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Queue ``fn(*args, **kwargs)``."""
-        future: Future[T] = Future()
-        self._queue.put((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after what is queued."""
-        self._queue.put(None)
-        if wait and self._thread is not threading.current_thread():
-            self._thread.join(_STOP_SECONDS)
-
-
-class _Submission:
-    """One call from a user's loop: a task on the engine loop, a future on the user's."""
-
-    def __init__(
-        self, engine: LoopEngine, call: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._engine = engine
-        self._call = call
-        self._loop = loop
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled = False
-        self.future: asyncio.Future[Any] = loop.create_future()
-
-    def start(self) -> None:
-        if self._cancelled:
-            return
-        if self._engine._over:
-            self.refuse()
-            return
-        self._task = self._engine.loop.create_task(self._call())
-        self._engine._tasks.add(self._task)
-        self._task.add_done_callback(self._finished)
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if self._task is not None:
-            self._task.cancel()
-
-    def refuse(self) -> None:
-        """Tell the awaiter that the engine has stopped; callable from the engine's thread."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._refused)
-
-    def _refused(self) -> None:
-        if not self.future.done():
-            self.future.set_exception(CommunicatorClosed("the engine loop has stopped"))
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._engine._tasks.discard(task)
-        self._engine._submissions.discard(self)  # it holds the awaiting task, whose loop may be closed
-        error = None if task.cancelled() else task.exception()
-        if self._loop is self._engine.loop:
-            self._deliver(task, error)
-            return
-        # The user's loop may be closed by now: nobody is left to tell, and the task's outcome is retrieved.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._deliver, task, error)
-
-    def _deliver(self, task: asyncio.Task[Any], error: BaseException | None) -> None:
-        if self.future.done():
-            return
-        if task.cancelled():
-            self.future.set_exception(CommunicatorClosed("closed while the call was running"))
-        elif error is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(task.result())
-
-
 def _new_loop(use_uvloop: bool) -> asyncio.AbstractEventLoop:
     if use_uvloop:
         try:
@@ -319,18 +250,6 @@ def _new_loop(use_uvloop: bool) -> asyncio.AbstractEventLoop:
             loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
             return loop
     return asyncio.new_event_loop()
-
-
-def _work(jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        future, call = job
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del job, future, call
 
 
 _live: weakref.WeakSet[LoopEngine] = weakref.WeakSet()

@@ -48,7 +48,7 @@ class Settings:
         max_queued_notifications: Notifications kept for the iterator; older ones are dropped and counted.
         max_blob_bytes: Largest metadata blob accepted from a peer.
         hot_seconds: How long the poller laps without a pause after it last saw progress.
-        max_pause: Longest pause between laps while something is in flight or served.
+        max_pause: Longest pause between laps while something is in flight or served; half of it at first.
         idle_tick: Pause between laps while nothing is in flight and nobody is served.
         migrate_timeout: Deadline of ``migrate`` where the caller gives none.
         read_timeout: Deadline of ``read`` where the caller gives none.
@@ -72,7 +72,7 @@ class Settings:
     max_queued_notifications: int = 4096
     max_blob_bytes: int = 4 * _MIB
     hot_seconds: float = 0.002
-    max_pause: float = 0.001
+    max_pause: float = 0.002
     idle_tick: float = 0.2
     migrate_timeout: float = 120.0
     read_timeout: float = 30.0

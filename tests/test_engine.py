@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_async.engine import Engine, LoopEngine, Worker
+from eplb_async.engine import Engine, LoopEngine
 from eplb_async.errors import CommunicatorClosed
 from eplb_async.nixl import AsyncNixlAgent
 from eplb_async.nixl.bindings import load
 from eplb_async.settings import Settings
 from eplb_async.testing import MemoryFabric
+from eplb_async.threads import DaemonExecutor
 from tests.nixl import contract
 from tests.procs import ROOT, Process, Zygote, stop, wait_until
 
@@ -311,7 +312,7 @@ def test_a_stopped_engine_leaves_nothing_alive() -> None:
 
 def test_a_worker_survives_what_its_work_raises() -> None:
     """Work that raises, whatever it is, ends neither the worker nor the work after it."""
-    worker = Worker("eplb-async test worker")
+    worker = DaemonExecutor(1, name="eplb-async test worker")
 
     def leave() -> None:
         raise SystemExit(3)

@@ -209,8 +209,7 @@ class Driver:
         try:
             await attempt.finish(ended)
         except Exception as error:  # rows of a committed layer are neither old nor new: not to be used (I-7)
-            self._end_for_good(f"broken: a committed layer could not be applied: {error!r}")
-            self.feed(events.Close())
+            self.break_off(f"a committed layer could not be applied: {error!r}")
         finally:
             if self.attempt is attempt:
                 self.attempt = None
@@ -218,6 +217,11 @@ class Driver:
                 self.last_error = str(attempt.cause)
             self._settle_timers()
             self._changed.set()
+
+    def break_off(self, why: str) -> None:
+        """This rank's rows cannot be trusted any more: it is out, and leaves."""
+        self._end_for_good(f"broken: {why}")
+        self.feed(events.Close())
 
     def _end_for_good(self, why: str) -> None:
         self.over = why

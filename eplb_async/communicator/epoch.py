@@ -22,7 +22,7 @@ from eplb_async.errors import TransferError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.nixl.transfer import Origin, Transfer
 from eplb_async.settings import Settings
-from eplb_async.weights import ENTRY_NAME, Copier, Copy, ExpertWeights, Piece, Staging, check_entry
+from eplb_async.weights import ENTRY_NAME, Copier, Copy, ExpertWeights, Piece, Staging, check_entry, pack
 
 
 @dataclass(slots=True)
@@ -44,14 +44,8 @@ class LayerJob:
         self.specs = [place.spec for place in layout.layers[layer]]
         self.pieces: dict[str, Piece] = {}
         self.transfers: list[Transfer] = []
-        self.offsets: list[int] = []
-        self.sizes: dict[str, int] = {}
-        for spec in self.specs:
-            memory = memory_of(spec.device)
-            start = -(-self.sizes.get(memory, 0) // 256) * 256
-            self.offsets.append(start)
-            self.sizes[memory] = start + spec.row_bytes * len(moves)
-        self.sizes = {memory: size for memory, size in self.sizes.items() if size and moves}
+        self.offsets, sizes = pack([(memory_of(s.device), s.row_bytes * len(moves)) for s in self.specs])
+        self.sizes = {memory: size for memory, size in sizes.items() if size and moves}
 
 
 class EpochRun:

@@ -345,9 +345,9 @@ async def _watch(loop: asyncio.AbstractEventLoop, session: Session, engine: Engi
 
 def _stream(weights: ExpertWeights) -> Any:
     """The CUDA stream that is current where ``open`` was called; ``None`` without CUDA weights."""
-    if any(tensor.is_cuda for tensors in weights.layers for tensor in tensors.values()):
-        return torch.cuda.current_stream()
-    return None
+    tensors = (tensor for tensors in weights.layers for tensor in tensors.values() if tensor.is_cuda)
+    on_device = next(tensors, None)
+    return None if on_device is None else torch.cuda.current_stream(on_device.device)
 
 
 def _boot_id() -> str:

@@ -24,11 +24,11 @@ from eplb_async.core.events import Phase, Proof
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import CommunicatorClosed, MigrationInDoubt, MigrationTimeout
+from eplb_async.errors import CommunicatorClosed, HandshakeError, MigrationInDoubt, MigrationTimeout, WeightsError
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous, exchange
 from eplb_async.settings import Settings
-from eplb_async.weights import Copier, ExpertWeights, Staging, make_buffers
+from eplb_async.weights import Copier, ExpertWeights, Staging, make_buffers, pack
 
 _log = logging.getLogger("eplb_async.communicator")
 _DRAIN_SECONDS = 0.5
@@ -68,6 +68,7 @@ class Session:
         self.weights = weights
         self.version = 0
         self.recycled = 0
+        self.met_seconds: dict[int, float] = {}
         self._engine = engine
         self._native = native
         self._copier = copier
@@ -86,9 +87,11 @@ class Session:
         needed = _largest_layer(weights, placement)
         devices = {memory_of(str(t.device)): t.device for tensors in weights.layers for t in tensors.values()}
         buffers = make_buffers(staging, needed, devices | {"DRAM": torch.device("cpu")}, settings.staging_layers)
+        _refuse_own_memory(weights, buffers)
         self._staging = Staging(buffers)
         self._staging.leased = self._is_leased
         self._retiring: Endpoint | None = None
+        self._recycling: asyncio.Task[None] | None = None
         self._endpoint = self._make_endpoint(identity)
         self.driver.endpoint = self._endpoint
         engine.on_stop(self._closer)
@@ -101,12 +104,13 @@ class Session:
             HandshakeError: Lists every peer that failed and why.
         """
         me = self.driver.identity
+        await self._copier.fence()
 
         async def meet(rank: int, blob: bytes) -> None:
             await self._introducer.meet(self._introducer.admit(rank, blob, self._endpoint))
 
         with self._endpoint.serving():
-            await exchange(
+            self.met_seconds = await exchange(
                 rendezvous,
                 group=me.group,
                 rank=me.rank,
@@ -116,6 +120,9 @@ class Session:
                 on_peer=meet,
                 executor=executor,
             )
+        slowest = max(self.met_seconds.items(), key=lambda met: met[1], default=None)
+        if slowest is not None:
+            _log.info("rank %d met %d peers; slowest was rank %d, %.3f s", me.rank, len(self.met_seconds), *slowest)
 
     # ------------------------------------------------------------------------------------------- migrate
     async def migrate(self, new: Placement, timeout: float) -> MigrationReport:
@@ -126,11 +133,7 @@ class Session:
         try:
             async with asyncio.timeout_at(deadline):
                 self._endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
-                await self.settled()
-                before = loop.time()
-                wanted = await self._engine.offload(lambda: self._plan(new))
-                planned = loop.time() - before
-                await self._make_room(wanted)
+                wanted, planned = await self._prepare(new)
         except TimeoutError:
             raise self._never_joined(timeout) from None
         self._check_open()
@@ -154,6 +157,8 @@ class Session:
 
     async def settled(self) -> None:
         """Wait until nothing of an earlier migration is under way."""
+        if self._recycling is not None:
+            await asyncio.wait([self._recycling])
         await self.driver.until(lambda: self.driver.settled)
         self._check_open()
 
@@ -161,7 +166,11 @@ class Session:
         """Register the tensors as the weights say they are now; peers are introduced to a new incarnation."""
         self._check_open()
         self._introducer.layout = self.weights.layout
-        await self._recycle("weights were rebound")
+        try:
+            await self._recycled("weights were rebound")
+        except Exception as error:  # peers would read the memory that was left
+            self.driver.break_off(f"the weights could not be registered anew: {error!r}")
+            raise
 
     def exclude(self, rank: int) -> None:
         """The caller says that a rank is dead."""
@@ -215,6 +224,8 @@ class Session:
         if self.driver.attempt is not None:
             self.driver.attempt.fail(CommunicatorClosed("closed while a migration was running"))
         self.driver.over = self.driver.over or "closed"
+        if self._retiring is not None:
+            self._retiring.destroy()
         return await self._endpoint.close(max(0.0, deadline - self._engine.loop.time()))
 
     async def _closer(self) -> None:
@@ -312,6 +323,18 @@ class Session:
         what = f"timed out after {timeout:g} s before JOIN: an earlier migration or a view change had not settled"
         return MigrationTimeout(f"migration not begun: {what}", origin=rank, reason=what)
 
+    async def _prepare(self, new: Placement) -> tuple[MigrationPlan, float]:
+        """Plan, and make room for it; anew if the view changed meanwhile. Returns what planning took, too."""
+        while True:
+            await self.settled()
+            before = self._engine.loop.time()
+            wanted = await self._engine.offload(lambda: self._plan(new))
+            planned = self._engine.loop.time() - before
+            await self._make_room(wanted)
+            await self._copier.fence()  # JOIN says that peers may read the rows (I-18)
+            if self.driver.settled and wanted.members == tuple(sorted(self.driver.protocol.members)):
+                return wanted, planned
+
     async def _make_room(self, wanted: MigrationPlan) -> None:
         """Recycle the agent if quarantine leaves too little staging for this plan (DESIGN §5)."""
         rank = self.driver.identity.rank
@@ -324,7 +347,12 @@ class Session:
             return
         await self._endpoint.drained(_DRAIN_SECONDS)
         if not all(map(self._staging.fits, needs)):
-            await self._recycle(f"quarantine holds {self._staging.reclaim()} bytes of staging")
+            await self._recycled(f"quarantine holds {self._staging.reclaim()} bytes of staging")
+
+    async def _recycled(self, why: str) -> None:
+        """Recycle the agent; goes on to its end when its awaiter is cancelled."""
+        self._recycling = self._engine.spawn(self._recycle(why), "recycling")
+        await asyncio.shield(self._recycling)
 
     async def _recycle(self, why: str) -> None:
         """Replace the agent: what was in flight cannot land any more, and staging is free again.
@@ -334,14 +362,13 @@ class Session:
         old, me = self._endpoint, self.driver.identity
         successor = replace(me, incarnation=me.incarnation + 1)
         fresh = self._make_endpoint(successor)
-        try:
-            for member in list(self._roster):
-                if not member.peer.gone:  # excluded ones too: who speaks up later must be told that it is out
-                    peer = fresh.add_peer(member.peer.blob)
-                    self._roster.put(replace(member, peer=peer))
-        except BaseException:
-            fresh.destroy()
-            raise
+        for member in self._roster:
+            if member.peer.gone:  # excluded ones are kept: who speaks up later must be told that it is out
+                continue
+            try:
+                self._roster.put(replace(member, peer=fresh.add_peer(member.peer.blob)))
+            except HandshakeError as error:
+                self.driver.degraded[member.rank] = str(error)
         self._retiring = old
         self._endpoint = self.driver.endpoint = fresh
         self.driver.identity = successor
@@ -372,15 +399,21 @@ class Session:
             raise CommunicatorClosed(f"the communicator is {self.driver.over}")
 
 
+def _refuse_own_memory(weights: ExpertWeights, buffers: dict[str, torch.Tensor]) -> None:
+    """Staging that is (part of) the weights would be overwritten by what is read into it."""
+    for rows, name in weights.regions():
+        for buffer in buffers.values():
+            start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+            if rows.device == buffer.device and rows.data_ptr() < end and start < rows.data_ptr() + rows.nbytes:
+                raise WeightsError(f"staging shares memory with the weights (region {name}); give it its own")
+
+
 def _largest_layer(weights: ExpertWeights, placement: Placement) -> dict[str, int]:
     """Bytes of the largest layer that one rank can receive, by memory type: every local slot new."""
     needed: dict[str, int] = {}
     for places in weights.layout.layers:
-        sizes: dict[str, int] = {}
-        for place in places:
-            memory = memory_of(place.spec.device)
-            start = -(-sizes.get(memory, 0) // 256) * 256
-            sizes[memory] = start + place.spec.row_bytes * placement.num_local_experts
+        parts = [(memory_of(p.spec.device), p.spec.row_bytes * placement.num_local_experts) for p in places]
+        _, sizes = pack(parts)
         for memory, size in sizes.items():
             needed[memory] = max(needed.get(memory, 0), size)
     return needed

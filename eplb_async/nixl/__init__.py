@@ -1,7 +1,7 @@
 """NIXL from asyncio: the agent, its regions and peers. The only package that imports NIXL."""
 
 from eplb_async.nixl.agent import AsyncNixlAgent, Region
-from eplb_async.nixl.endpoint import Peer
+from eplb_async.nixl.peers import Peer
 from eplb_async.nixl.transfer import TransferStats
 
 __all__ = ["AsyncNixlAgent", "Peer", "Region", "TransferStats"]

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import threading
 import warnings
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from eplb_async.engine import Engine, LoopEngine
 from eplb_async.errors import CommunicatorBusy, CommunicatorClosed
 from eplb_async.nixl.bindings import NixlNative
-from eplb_async.nixl.endpoint import Endpoint, EndpointStats, NativeFactory, Peer
+from eplb_async.nixl.endpoint import Endpoint, NativeFactory
+from eplb_async.nixl.inbox import Inbox
 from eplb_async.nixl.native import Native
+from eplb_async.nixl.peers import Peer
 from eplb_async.nixl.read import read
 from eplb_async.nixl.regions import Rows, Span
+from eplb_async.nixl.stats import EndpointStats
 from eplb_async.nixl.transfer import TransferStats
 from eplb_async.opening import Opening
 from eplb_async.settings import Settings, seconds
@@ -60,7 +62,7 @@ class AsyncNixlAgent:
     inside :meth:`serving` until nobody reads any more (I-17).
     """
 
-    def __init__(self, name: str, engine: LoopEngine, endpoint: Endpoint, inbox: _Inbox, *, owns_engine: bool) -> None:
+    def __init__(self, name: str, engine: LoopEngine, endpoint: Endpoint, inbox: Inbox, *, owns_engine: bool) -> None:
         self.name = name
         self._engine = engine
         self._endpoint = endpoint
@@ -100,7 +102,7 @@ class AsyncNixlAgent:
         owned = engine is None
         if engine is None:
             engine = Engine(f"eplb-async {name}", use_uvloop=settings.use_uvloop)
-        inbox = _Inbox(settings.max_queued_notifications)
+        inbox = Inbox(settings.max_queued_notifications)
         made: list[Endpoint] = []
 
         async def make() -> Endpoint:
@@ -292,36 +294,3 @@ class AsyncNixlAgent:
 
     def __repr__(self) -> str:
         return f"<AsyncNixlAgent {self.name!r}{' closed' if self._closed else ''}>"
-
-
-class _Inbox:
-    """Notifications that nobody has taken yet: put in on the engine loop, taken on the user's.
-
-    Waiting takes nothing, so that a wait that is cancelled loses nothing.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._items: deque[tuple[str, bytes]] = deque(maxlen=limit)
-        self._arrived = asyncio.Event()
-        self._closed = False
-        self.dropped = 0
-        self.taken = False
-
-    def put(self, peer: str, message: bytes) -> None:
-        self.dropped += len(self._items) == self._items.maxlen
-        self._items.append((peer, message))
-        self._arrived.set()
-
-    async def arrived(self) -> None:
-        while not self._items:
-            if self._closed:
-                raise CommunicatorClosed("the agent is closed; no notification will come")
-            self._arrived.clear()
-            await self._arrived.wait()
-
-    def take(self) -> tuple[str, bytes] | None:
-        return self._items.popleft() if self._items else None
-
-    def close(self) -> None:
-        self._closed = True
-        self._arrived.set()

@@ -16,6 +16,7 @@ from enum import IntEnum
 from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.poller")
+_SHORTER_SECONDS = 0.1
 
 
 class Progress(IntEnum):
@@ -57,7 +58,7 @@ class Pacing:
         elif not active:
             pause = self._settings.idle_tick
         else:
-            pause = self._settings.max_pause * (1 if quiet < 0.1 else 2)
+            pause = self._settings.max_pause / (2 if quiet < _SHORTER_SECONDS else 1)
         self._paused = pause > 0
         return pause
 

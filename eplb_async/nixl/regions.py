@@ -1,4 +1,4 @@
-"""Registered memory: regions, spans of their rows, and the leases that protect them (I-3)."""
+"""Regions, spans of their rows, and which memory they cover."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_async.errors import CommunicatorBusy, WeightsError
+from eplb_async.errors import TransferError, WeightsError
 from eplb_async.nixl.native import Descriptors, Extent
-
-Intervals = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +116,6 @@ def extent_of(memory: Any, name: str) -> Extent:
     return Extent(name, address, row_bytes, row_stride, shape[0], "VRAM" if cuda else "DRAM", device)
 
 
-def intervals_of(blocks: Descriptors) -> Intervals:
-    """Merge descriptors into sorted, disjoint address intervals."""
-    merged: list[tuple[int, int]] = []
-    for row in blocks[np.argsort(blocks[:, 0], kind="stable")].tolist():
-        start, end = row[0], row[0] + row[1]
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
-
-
 class Coverage:
     """Which descriptors lie inside one registered extent: NIXL itself only says "not found" (NIXL.md, 27)."""
 
@@ -158,44 +144,15 @@ class Coverage:
                 return int(mine[np.argmin(inside)])
         return None
 
-
-class Leases:
-    """Exclusive rights to memory that a READ may still write."""
-
-    def __init__(self) -> None:
-        self._held: dict[object, Intervals] = {}
-
-    def acquire(self, owner: object, wanted: Intervals, what: str, *, within: object = None) -> None:
-        """Lease intervals to ``owner``.
-
-        Args:
-            owner: Who may write it.
-            wanted: The memory.
-            what: What it is wanted for.
-            within: Another holder whose lease this one is a part of.
+    def check(self, blocks: Descriptors, memory: str, whose: str) -> None:
+        """Refuse descriptors that leave registered memory.
 
         Raises:
-            CommunicatorBusy: Some of it is leased to another READ.
+            TransferError: One does; names it, and ``whose`` memory it is.
         """
-        if (holder := self.holder(wanted, but=within)) is not None:
-            raise CommunicatorBusy(
-                f"{what}: the memory is leased to {holder}, which may still write it; await its end first, "
-                "e.g. with region.released()"
+        if (at := self.outside(blocks, memory)) is not None:
+            address, nbytes, device = blocks[at].tolist()
+            raise TransferError(
+                f"descriptor {at} ({nbytes} bytes at {address:#x}, {memory} device {device}) is not inside "
+                f"one registered region of {whose}"
             )
-        self._held[owner] = wanted
-
-    def release(self, owner: object) -> None:
-        """End the lease of ``owner``, if it has one."""
-        self._held.pop(owner, None)
-
-    def holder(self, wanted: Intervals, *, but: object = None) -> object | None:
-        """Who, other than ``but``, holds a lease that overlaps ``wanted``, or ``None``."""
-        return next((o for o in self._held if o is not but and self.holds(o, wanted)), None)
-
-    def holds(self, owner: object, wanted: Intervals) -> bool:
-        """Whether ``owner`` holds a lease that overlaps ``wanted``."""
-        held = self._held.get(owner, ())
-        return any(start < high and low < end for start, end in held for low, high in wanted)
-
-    def __len__(self) -> int:
-        return len(self._held)

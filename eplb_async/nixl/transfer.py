@@ -52,7 +52,10 @@ class TransferStats:
 
 
 class Transfer:
-    """A READ that was posted. Owned by its endpoint; awaiters hold :attr:`future`."""
+    """A READ that was posted. Owned by its endpoint; awaiters hold :attr:`future`.
+
+    ``pollable`` ends with an error that is no proof of quiescence: NIXL has no more to say of the handle.
+    """
 
     __slots__ = (
         "deadline",
@@ -98,6 +101,23 @@ class Transfer:
         error.nbytes = self.nbytes
         error.elapsed = now - self.started
         return error
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether somebody awaits it and its deadline has passed."""
+        return self.fate is Fate.ACTIVE and now >= self.deadline
+
+    def fail(self, error: NixlTransferFailed, now: float) -> None:
+        """Tell the awaiter; what has not ended is in quarantine from now on."""
+        self.error = self.explain(error, now)
+        if self.fate is Fate.ACTIVE:
+            self.fate = Fate.QUARANTINED
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def abandon(self) -> None:
+        """Into quarantine: nobody awaits it any more."""
+        self.fate = Fate.QUARANTINED
+        self.future.cancel()
 
     def __str__(self) -> str:
         where = f" of layer {self.origin.layer}" if self.origin.layer is not None else ""

@@ -15,8 +15,8 @@ from concurrent.futures import Executor
 from typing import Any
 
 from eplb_async.errors import HandshakeError
-from eplb_async.rendezvous._threads import DaemonExecutor
 from eplb_async.rendezvous.base import Rendezvous
+from eplb_async.threads import DaemonExecutor
 
 OnPeer = Callable[[int, bytes], Awaitable[None]]
 

@@ -20,9 +20,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from eplb_async.errors import HandshakeError
-from eplb_async.rendezvous._threads import DaemonExecutor
 from eplb_async.rendezvous.base import Rendezvous
 from eplb_async.rendezvous.blob import KEY_SIZE
+from eplb_async.threads import DaemonExecutor
 
 _FASTEST, _SLOWEST = 0.005, 0.05
 

@@ -25,7 +25,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eplb_async.errors import HandshakeError
-from eplb_async.rendezvous._threads import DaemonExecutor
 from eplb_async.rendezvous.addresses import (
     all_loopback,
     find_addresses,
@@ -34,6 +33,7 @@ from eplb_async.rendezvous.addresses import (
     tcp_url,
     wait_until_up,
 )
+from eplb_async.threads import DaemonExecutor
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -22,6 +22,7 @@ import torch
 
 from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
+from eplb_async.nixl.bindings import load
 from eplb_async.settings import Settings
 from eplb_async.testing.patterns import PatternWeights
 
@@ -200,6 +201,10 @@ class _Rank:
             settings=Settings(**self.spec.settings),
             timeout=self.spec.timeout,
         )
+
+    async def warm(self) -> None:
+        """Import NIXL now, so that ``open`` does not."""
+        load()
 
     async def migrate(self, placement: Placement, timeout: float) -> dict[str, Any]:
         self.running = asyncio.ensure_future(self.opened.migrate(placement, timeout=timeout))

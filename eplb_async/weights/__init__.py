@@ -2,7 +2,7 @@
 
 from eplb_async.weights.apply import Copier, Copy, CpuCopier, CudaCopier
 from eplb_async.weights.entries import ENTRY_NAME, check_entry
-from eplb_async.weights.staging import Piece, Staging, make_buffers
+from eplb_async.weights.staging import Piece, Staging, make_buffers, pack
 from eplb_async.weights.tensors import ExpertWeights, WeightsLike
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "WeightsLike",
     "check_entry",
     "make_buffers",
+    "pack",
 ]

@@ -42,6 +42,10 @@ class Copier(Protocol):
         """Return when every byte is in place and visible to peers: on CUDA, when the event has completed."""
         ...
 
+    async def fence(self) -> None:
+        """Return when what the server has queued on its stream so far is done: peers may then read the rows."""
+        ...
+
 
 class CpuCopier:
     """Copies on the engine's worker thread, with the GIL released during each row."""
@@ -53,6 +57,9 @@ class CpuCopier:
         """See :class:`Copier`."""
         if copies:
             await self._engine.offload(lambda: _copy_rows(copies))
+
+    async def fence(self) -> None:
+        """See :class:`Copier`; nothing is queued on a CPU."""
 
 
 class CudaCopier:
@@ -82,7 +89,13 @@ class CudaCopier:
         """
         if not copies:
             return
-        event = await self._engine.offload(lambda: self._start(copies))
+        await self._done(await self._engine.offload(lambda: self._start(copies)))
+
+    async def fence(self) -> None:
+        """See :class:`Copier`."""
+        await self._done(await self._engine.offload(lambda: self._stream().record_event()))
+
+    async def _done(self, event: Any) -> None:
         while event is not None and not event.query():
             await asyncio.sleep(self._poll_seconds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,23 @@ class Staging:
         if buffer is None:
             return 0 if not nbytes else None
         return at if buffer.numel() - at >= nbytes else None
+
+
+def pack(parts: Sequence[tuple[str, int]]) -> tuple[list[int], dict[str, int]]:
+    """Lay parts out one behind the other, aligned, in one piece per memory type.
+
+    Args:
+        parts: Memory type and bytes of each.
+
+    Returns:
+        Offset of each part within its piece, and the bytes of each piece.
+    """
+    offsets: list[int] = []
+    sizes: dict[str, int] = {}
+    for memory, nbytes in parts:
+        offsets.append(_aligned(sizes.get(memory, 0)))
+        sizes[memory] = offsets[-1] + nbytes
+    return offsets, sizes
 
 
 def make_buffers(

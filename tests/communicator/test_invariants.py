@@ -15,6 +15,7 @@ from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
 from eplb_async.core import messages
 from eplb_async.core.placement import Placement
 from eplb_async.core.wire import Codec
+from eplb_async.engine import LoopEngine
 from eplb_async.errors import (
     CommunicatorBusy,
     CommunicatorClosed,
@@ -23,6 +24,7 @@ from eplb_async.errors import (
     MigrationAborted,
     NixlTransferFailed,
     NixlTransferTimeout,
+    WeightsError,
 )
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
@@ -312,6 +314,9 @@ class SlowCopier:
         self.event = asyncio.Event()
         self.waiting = 0
 
+    async def fence(self) -> None:
+        """Nothing is queued."""
+
     async def copy(self, copies: Sequence[Copy]) -> None:
         """Wait for the event, then copy."""
         self.waiting += 1
@@ -354,6 +359,9 @@ def test_i7_a_rank_that_cannot_apply_is_out_and_says_so() -> None:
     without = Placement([[0, 1, 2, 0, -1, -1]] * 2, ep_size=3)
 
     class Broken:
+        async def fence(self) -> None:
+            """Nothing is queued."""
+
         async def copy(self, copies: Sequence[Copy]) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -382,5 +390,26 @@ def test_i11_an_endless_or_senseless_timeout_is_refused(timeout: float) -> None:
             with pytest.raises(ValueError, match="timeout="):
                 await cluster.comms[0].migrate(NEW, timeout=timeout)
             assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(NEW))
+
+    run(main())
+
+
+def test_staging_that_is_the_weights_own_memory_is_refused() -> None:
+    """A READ into it would overwrite rows before COMMIT."""
+
+    async def main() -> None:
+        cluster = LocalCluster(OLD, row_bytes=(4096,))
+        with pytest.raises(WeightsError, match="shares memory"):
+            await AsyncEplbCommunicator.open(
+                rank=0,
+                ep_size=2,
+                weights=cluster.rows[0].layers,
+                placement=OLD,
+                rendezvous=cluster.rendezvous,
+                staging=cluster.rows[0].layers[0][0].view(-1),
+                settings=Settings(verify="off", secret=b"s" * 16),
+                engine=LoopEngine(asyncio.get_running_loop()),
+                native=cluster.fabric.native,
+            )
 
     run(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from eplb_async.communicator import MigrationReport
@@ -39,3 +41,31 @@ def test_any_ranks_may_recycle_at_once(ranks: tuple[int, ...]) -> None:
 
     run(main())
     assert not fabric.violations
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 64, 256])
+def test_a_cancel_during_recycling_does_not_leave_two_agents(turns: int) -> None:
+    """Cancelled while the agent is being replaced: that goes on, and the next migration finds one agent."""
+    fabric = MemoryFabric(FaultPlan().hold_read("default/0.10000", nth=None), latency=0.002)
+
+    async def main() -> None:
+        settings = Settings(secret=b"s" * 16, staging_layers=1)
+        async with LocalCluster(OLD, fabric=fabric, settings=settings) as cluster:
+            await cluster.migrate(NEW, timeout=1.0)
+            session = cluster.comms[0]._session
+            task = asyncio.ensure_future(cluster.comms[0].migrate(NEW, timeout=20.0))
+            while session._retiring is None and not task.done():
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            reports = await cluster.migrate(NEW, timeout=20.0)
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            assert session._retiring is None
+            assert cluster.comms[0].health().recycled == 1
+            assert cluster.wrong_bytes() == 0
+
+    run(main())
+    assert not fabric.violations
+    assert fabric.open_handles == 0

@@ -101,3 +101,8 @@ async def _lags_while(work: Coroutine[Any, Any, object]) -> list[float]:
         lags.append(time.perf_counter() - started - 0.001)
     await task
     return lags
+
+
+async def met_seconds(comm: Any) -> dict[int, float]:
+    """Seconds until each peer had been met, from the start of the exchange."""
+    return dict(comm._session.met_seconds)

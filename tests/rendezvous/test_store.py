@@ -333,7 +333,7 @@ def test_a_hanging_store_does_not_keep_the_process_from_ending() -> None:
     """The interpreter joins the threads of a ThreadPoolExecutor at exit, but not ours."""
     program = (
         "import threading\n"
-        "from eplb_async.rendezvous._threads import DaemonExecutor\n"
+        "from eplb_async.threads import DaemonExecutor\n"
         "DaemonExecutor(1, name='x').submit(threading.Event().wait)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,7 +1,7 @@
-"""An executor whose threads never hold up the interpreter.
+"""Executors for blocking calls: daemon threads, and none at all.
 
-``ThreadPoolExecutor`` joins its threads at exit, so one store call that hangs (a stopped host, a lock held
-by a stopped process) would keep the process from ending. These threads are daemons, and idle ones end when
+``ThreadPoolExecutor`` joins its threads at exit, so one call that hangs (a store on a stopped host, a lock held
+by a stopped process) would keep the process from ending. The threads here are daemons, and idle ones end when
 the executor is shut down or dropped.
 """
 
@@ -18,6 +18,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _Job = tuple["Future[Any]", Callable[[], Any]]
+_JOIN_SECONDS = 10.0
+
+
+class Inline(Executor):
+    """Runs each call where it is submitted: for loops that may not wait for threads."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run ``fn(*args, **kwargs)`` now."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class DaemonExecutor(Executor):
@@ -29,7 +43,7 @@ class DaemonExecutor(Executor):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self._started = 0
+        self._threads: list[threading.Thread] = []
         self._closed = False
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
@@ -40,18 +54,20 @@ class DaemonExecutor(Executor):
             if self._closed:
                 raise RuntimeError(f"{self._name}: already shut down")
             self._jobs.put((future, lambda: fn(*args, **kwargs)))
-            if not self._idle.acquire(blocking=False) and self._started < self._max_workers:
-                self._started += 1
-                threading.Thread(
-                    target=_work,
-                    args=(self._jobs, self._idle),
-                    name=f"{self._name}-{self._started}",
-                    daemon=True,
-                ).start()
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_workers:
+                name = self._name if self._max_workers == 1 else f"{self._name}-{len(self._threads) + 1}"
+                thread = threading.Thread(target=_work, args=(self._jobs, self._idle), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Take no more calls. Never waits for a running one, whatever ``wait`` says."""
+        """Take no more calls.
+
+        Args:
+            wait: Wait for those that run or are queued, at most ten seconds for each thread.
+            cancel_futures: Cancel those that are queued.
+        """
         with self._lock:
             self._closed = True
             while cancel_futures:
@@ -62,6 +78,9 @@ class DaemonExecutor(Executor):
                 if job is not None:
                     job[0].cancel()
             self._jobs.put(None)
+        for thread in self._threads if wait else ():
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None], idle: threading.Semaphore) -> None:

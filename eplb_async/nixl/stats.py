@@ -1,0 +1,51 @@
+"""Counters of an endpoint, for health."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eplb_async.nixl.native import Native
+from eplb_async.nixl.transfer import Fate, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointStats:
+    """Counters of an endpoint.
+
+    Attributes:
+        in_flight: READs in flight that somebody awaits.
+        quarantined: READs in quarantine.
+        quarantined_bytes: Bytes they may still write.
+        oldest_seconds: Age of the oldest READ that has not ended; 0 if none.
+        oldest_peer: Its peer; empty if none.
+        polls: Native polls so far.
+        longest_call_seconds: Longest native call so far.
+        longest_call: What that call was.
+    """
+
+    in_flight: int
+    quarantined: int
+    quarantined_bytes: int
+    oldest_seconds: float
+    oldest_peer: str
+    polls: int
+    longest_call_seconds: float
+    longest_call: str
+
+    @classmethod
+    def of(cls, transfers: Sequence[Transfer], native: Native, now: float) -> EndpointStats:
+        """Count READs that have not ended, and what the agent did."""
+        quarantined = [t for t in transfers if t.fate is Fate.QUARANTINED]
+        oldest = min(transfers, key=lambda t: t.started, default=None)
+        seconds, call = native.longest_call
+        return cls(
+            in_flight=len(transfers) - len(quarantined),
+            quarantined=len(quarantined),
+            quarantined_bytes=sum(t.nbytes for t in quarantined),
+            oldest_seconds=now - oldest.started if oldest else 0.0,
+            oldest_peer=oldest.peer if oldest else "",
+            polls=native.polls,
+            longest_call_seconds=seconds,
+            longest_call=call,
+        )
