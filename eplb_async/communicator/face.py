@@ -5,27 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import threading
-import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from eplb_async.communicator.members import GENERATION_BITS, Identity
+from eplb_async.communicator.opener import Opener
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.session import Session
 from eplb_async.core.placement import Placement
-from eplb_async.engine import Engine, Inline, LoopEngine
-from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError
+from eplb_async.engine import Engine, LoopEngine
+from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError
 from eplb_async.nixl.agent import real
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.opening import Opening
-from eplb_async.rendezvous import Rendezvous, join, resolve
+from eplb_async.rendezvous import Rendezvous
 from eplb_async.settings import Settings, seconds
-from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
+from eplb_async.weights import ExpertWeights, WeightsLike
 
 _log = logging.getLogger("eplb_async.communicator")
 _WATCH_SECONDS = 1.0
@@ -91,110 +88,33 @@ class AsyncEplbCommunicator:
             WeightsError: A tensor cannot be moved, or staging is too small; nothing native was touched.
             HandshakeError: Peers are missing or refused; lists each and why.
         """
-        settings = settings or Settings.from_env()
+        chosen = settings or Settings.from_env()
 
-        async def opener() -> AsyncEplbCommunicator:
-            if not isinstance(placement, Placement) or placement.ep_size != ep_size:
-                raise PlacementError(f"placement {placement!r} is not one of {ep_size} ranks")
-            if not 0 <= rank < ep_size:
-                raise ValueError(f"rank {rank} is not in [0, {ep_size})")
-            rows = ExpertWeights(weights, placement.num_local_experts, entries=settings.verify != "off")
-            if rows.num_layers != placement.num_layers:
-                raise WeightsError(f"weights of {rows.num_layers} layers, placement of {placement.num_layers}")
-            limit = seconds(timeout, settings.peer_timeout)
-            label = node or _boot_id()
-            where = engine or Engine(f"eplb-async {group}/{rank}", use_uvloop=settings.use_uvloop)
+        async def opened() -> AsyncEplbCommunicator:
+            opener = Opener(
+                rank=rank,
+                ep_size=ep_size,
+                weights=weights,
+                placement=placement,
+                rendezvous=rendezvous,
+                group=group,
+                node=node,
+                staging=staging,
+                settings=chosen,
+                timeout=seconds(timeout, chosen.peer_timeout),
+                native=native,
+            )
+            rows = opener.check()
+            where = engine or Engine(f"eplb-async {group}/{rank}", use_uvloop=chosen.use_uvloop)
             try:
-                return await cls._open(
-                    where,
-                    rank,
-                    ep_size,
-                    group,
-                    label,
-                    rows,
-                    placement,
-                    rendezvous,
-                    staging,
-                    settings,
-                    limit,
-                    native,
-                )
+                session, store = await opener.open(where, rows)
             except BaseException:
                 if isinstance(where, Engine) and engine is None:
                     where.request_stop()
                 raise
+            return cls(where, session, rows, store)
 
-        return Opening(opener)
-
-    @classmethod
-    async def _open(
-        cls,
-        engine: LoopEngine,
-        rank: int,
-        ep_size: int,
-        group: str,
-        node: str,
-        weights: ExpertWeights,
-        placement: Placement,
-        rendezvous: object,
-        staging: int | torch.Tensor | None,
-        settings: Settings,
-        timeout: float,
-        native: NativeFactory,
-    ) -> AsyncEplbCommunicator:
-        stream = _stream(weights)
-        copier = CpuCopier(engine) if stream is None else CudaCopier(engine, lambda: stream)
-        deadline = time.monotonic() + timeout
-
-        inline = engine.worker if isinstance(engine.worker, Inline) else None
-
-        def rendezvous_now() -> Rendezvous:
-            return resolve(rendezvous, rank=rank, ep_size=ep_size, secret=settings.secret, timeout=timeout)
-
-        async def start() -> tuple[Rendezvous, Session]:
-            store = await engine.offload(rendezvous_now)
-
-            def close_store() -> None:
-                if isinstance(rendezvous, str):
-                    store.close()
-
-            try:
-                joined = await join(
-                    store,
-                    group=group,
-                    rank=rank,
-                    secret=settings.secret,
-                    timeout=max(0.0, deadline - time.monotonic()),
-                    executor=inline,
-                )
-                identity = Identity(rank, ep_size, group, node, joined.incarnation << GENERATION_BITS)
-                session = Session(
-                    identity,
-                    engine=engine,
-                    settings=settings,
-                    key=joined.key,
-                    weights=weights,
-                    placement=placement,
-                    copier=copier,
-                    staging=staging,
-                    native=native,
-                )
-            except BaseException:
-                close_store()
-                raise
-            try:
-                await session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
-            except BaseException:
-                await session.close(0.0)
-                close_store()
-                raise
-            return store, session
-
-        user_loop = asyncio.get_running_loop()
-        store, session = await engine.run(start)
-        if isinstance(engine, Engine):
-            engine.post(lambda: engine.spawn(_watch(user_loop, session, engine), "watch of the user's loop"))
-        return cls(engine, session, weights, store if isinstance(rendezvous, str) else None)
+        return Opening(opened)
 
     async def migrate(self, placement: Placement, *, timeout: float | None = None) -> MigrationReport:
         """Move to a new placement, together with every rank of the view; each calls this with the same one.
@@ -331,26 +251,3 @@ class AsyncEplbCommunicator:
     def __repr__(self) -> str:
         me = self._session.driver.identity
         return f"<AsyncEplbCommunicator rank {me.rank} of {me.ep_size} in group {me.group!r}>"
-
-
-async def _watch(loop: asyncio.AbstractEventLoop, session: Session, engine: Engine) -> None:
-    """Close when the user's loop is closed: nobody is left to await anything."""
-    while not loop.is_closed():
-        await asyncio.sleep(_WATCH_SECONDS)
-        if session.driver.over:
-            return
-    _log.warning("the loop that opened the communicator is closed; leaving the group")
-    engine.request_stop()
-
-
-def _stream(weights: ExpertWeights) -> Any:
-    """The CUDA stream that is current where ``open`` was called; ``None`` without CUDA weights."""
-    tensors = (tensor for tensors in weights.layers for tensor in tensors.values() if tensor.is_cuda)
-    on_device = next(tensors, None)
-    return None if on_device is None else torch.cuda.current_stream(on_device.device)
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return socket.gethostname()

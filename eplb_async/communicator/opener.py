@@ -1,0 +1,143 @@
+"""What ``open`` does: check, find the rendezvous, make the session, meet every peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eplb_async.communicator.members import GENERATION_BITS, Identity
+from eplb_async.communicator.session import Session
+from eplb_async.core.placement import Placement
+from eplb_async.engine import Engine, LoopEngine
+from eplb_async.errors import PlacementError, WeightsError
+from eplb_async.nixl.endpoint import NativeFactory
+from eplb_async.rendezvous import Rendezvous, join, resolve
+from eplb_async.settings import Settings
+from eplb_async.threads import Inline
+from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
+
+_log = logging.getLogger("eplb_async.communicator")
+_WATCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opener:
+    """The arguments of ``AsyncEplbCommunicator.open``; see there."""
+
+    rank: int
+    ep_size: int
+    weights: WeightsLike
+    placement: Placement
+    rendezvous: object
+    group: str
+    node: str | None
+    staging: int | torch.Tensor | None
+    settings: Settings
+    timeout: float
+    native: NativeFactory
+
+    def check(self) -> ExpertWeights:
+        """Check the arguments and take the weights, before anything native is touched."""
+        if not isinstance(self.placement, Placement) or self.placement.ep_size != self.ep_size:
+            raise PlacementError(f"placement {self.placement!r} is not one of {self.ep_size} ranks")
+        if not 0 <= self.rank < self.ep_size:
+            raise ValueError(f"rank {self.rank} is not in [0, {self.ep_size})")
+        entries = self.settings.verify != "off"
+        rows = ExpertWeights(self.weights, self.placement.num_local_experts, entries=entries)
+        if rows.num_layers != self.placement.num_layers:
+            raise WeightsError(f"weights of {rows.num_layers} layers, placement of {self.placement.num_layers}")
+        return rows
+
+    async def open(self, engine: LoopEngine, rows: ExpertWeights) -> tuple[Session, Rendezvous | None]:
+        """Open on an engine, from the user's loop.
+
+        Returns:
+            The session, and the rendezvous if it is ours to close.
+        """
+        stream = _stream(rows)
+        copier = CpuCopier(engine) if stream is None else CudaCopier(engine, lambda: stream)
+        user_loop = asyncio.get_running_loop()
+
+        async def start() -> tuple[Session, Rendezvous | None]:
+            deadline = time.monotonic() + self.timeout
+            store = await engine.offload(self._resolve)
+            owned = store if isinstance(self.rendezvous, str) else None
+            session = None
+            try:
+                inline = engine.worker if isinstance(engine.worker, Inline) else None
+                joined = await join(
+                    store,
+                    group=self.group,
+                    rank=self.rank,
+                    secret=self.settings.secret,
+                    timeout=max(0.0, deadline - time.monotonic()),
+                    executor=inline,
+                )
+                session = Session(
+                    Identity(
+                        self.rank,
+                        self.ep_size,
+                        self.group,
+                        self.node or _boot_id(),
+                        joined.incarnation << GENERATION_BITS,
+                    ),
+                    engine=engine,
+                    settings=self.settings,
+                    key=joined.key,
+                    weights=rows,
+                    placement=self.placement,
+                    copier=copier,
+                    staging=self.staging,
+                    native=self.native,
+                )
+                await session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
+            except BaseException:
+                if session is not None:
+                    await session.close(0.0)
+                if owned is not None:
+                    owned.close()
+                raise
+            if isinstance(engine, Engine):
+                engine.spawn(_watch(user_loop, session, engine), "watch of the user's loop")
+            return session, owned
+
+        return await engine.run(start)
+
+    def _resolve(self) -> Rendezvous:
+        return resolve(
+            self.rendezvous,
+            rank=self.rank,
+            ep_size=self.ep_size,
+            secret=self.settings.secret,
+            timeout=self.timeout,
+        )
+
+
+async def _watch(loop: asyncio.AbstractEventLoop, session: Session, engine: Engine) -> None:
+    """Close when the user's loop is closed: nobody is left to await anything."""
+    while not loop.is_closed():
+        await asyncio.sleep(_WATCH_SECONDS)
+        if session.driver.over:
+            return
+    _log.warning("the loop that opened the communicator is closed; leaving the group")
+    engine.request_stop()
+
+
+def _stream(weights: ExpertWeights) -> Any:
+    """The CUDA stream that is current where ``open`` was called; ``None`` without CUDA weights."""
+    tensors = (tensor for tensors in weights.layers for tensor in tensors.values() if tensor.is_cuda)
+    on_device = next(tensors, None)
+    return None if on_device is None else torch.cuda.current_stream(on_device.device)
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return socket.gethostname()
