@@ -53,7 +53,7 @@ class NixlTransferFailed(TransferError, RuntimeError):
         layer: Layer being moved, where known.
         experts: Logical experts in the failed READ, where known.
         nbytes: Bytes the transfer was to move.
-        elapsed: Seconds since the post.
+        elapsed: Seconds since the first post.
         phase: What was being done: ``"make"``, ``"post"``, ``"poll"``, ``"notify"``.
         failures: Further failures of the same operation.
     """

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import secrets
 from collections import Counter
 from concurrent.futures import Executor
-from dataclasses import replace
 
 import torch
 
+from eplb_async.communicator.agents import Agents
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.epoch import EpochRun, LayerJob
@@ -24,7 +23,7 @@ from eplb_async.core.events import Phase, Proof
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import CommunicatorClosed, HandshakeError, MigrationInDoubt, MigrationTimeout, WeightsError
+from eplb_async.errors import CommunicatorClosed, MigrationInDoubt, MigrationTimeout, WeightsError
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous, exchange
 from eplb_async.settings import Settings
@@ -32,7 +31,6 @@ from eplb_async.weights import Copier, ExpertWeights, Staging, make_buffers, pac
 
 _log = logging.getLogger("eplb_async.communicator")
 _DRAIN_SECONDS = 0.5
-_MEET_SECONDS = 2.0
 
 
 class Session:
@@ -67,10 +65,8 @@ class Session:
         self.settings = settings
         self.weights = weights
         self.version = 0
-        self.recycled = 0
         self.met_seconds: dict[int, float] = {}
         self._engine = engine
-        self._native = native
         self._copier = copier
         self._roster = Roster()
         self.driver = Driver(
@@ -89,12 +85,22 @@ class Session:
         buffers = make_buffers(staging, needed, devices | {"DRAM": torch.device("cpu")}, settings.staging_layers)
         _refuse_own_memory(weights, buffers)
         self._staging = Staging(buffers)
-        self._staging.leased = self._is_leased
-        self._retiring: Endpoint | None = None
-        self._recycling: asyncio.Task[None] | None = None
-        self._endpoint = self._make_endpoint(identity)
-        self.driver.endpoint = self._endpoint
+        self._agents = Agents(
+            engine=engine,
+            settings=settings,
+            native=native,
+            driver=self.driver,
+            roster=self._roster,
+            introducer=self._introducer,
+            weights=weights,
+            staging=self._staging,
+        )
         engine.on_stop(self._closer)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """This rank's agent."""
+        return self._agents.current
 
     # ---------------------------------------------------------------------------------------------- open
     async def introduce(self, rendezvous: Rendezvous, timeout: float, executor: Executor | None) -> None:
@@ -107,15 +113,15 @@ class Session:
         await self._copier.fence()
 
         async def meet(rank: int, blob: bytes) -> None:
-            await self._introducer.meet(self._introducer.admit(rank, blob, self._endpoint))
+            await self._introducer.meet(self._introducer.admit(rank, blob, self.endpoint))
 
-        with self._endpoint.serving():
+        with self.endpoint.serving():
             self.met_seconds = await exchange(
                 rendezvous,
                 group=me.group,
                 rank=me.rank,
                 ep_size=me.ep_size,
-                sealed=self._introducer.blob(self._endpoint),
+                sealed=self._introducer.blob(self.endpoint),
                 deadline_per_peer=timeout,
                 on_peer=meet,
                 executor=executor,
@@ -132,7 +138,7 @@ class Session:
         deadline = started + timeout
         try:
             async with asyncio.timeout_at(deadline):
-                self._endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
+                self.endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
                 wanted, planned = await self._prepare(new)
         except TimeoutError:
             raise self._never_joined(timeout) from None
@@ -140,7 +146,7 @@ class Session:
         attempt = Attempt(
             wanted,
             deadline=deadline,
-            endpoint=self._endpoint,
+            endpoint=self.endpoint,
             loop=loop,
             planned_seconds=planned,
             make_run=self._make_run,
@@ -157,8 +163,7 @@ class Session:
 
     async def settled(self) -> None:
         """Wait until nothing of an earlier migration is under way."""
-        if self._recycling is not None:
-            await asyncio.wait([self._recycling])
+        await self._agents.settled()
         await self.driver.until(lambda: self.driver.settled)
         self._check_open()
 
@@ -167,7 +172,7 @@ class Session:
         self._check_open()
         self._introducer.layout = self.weights.layout
         try:
-            await self._recycled("weights were rebound")
+            await self._agents.recycle("weights were rebound")
         except Exception as error:  # peers would read the memory that was left
             self.driver.break_off(f"the weights could not be registered anew: {error!r}")
             raise
@@ -181,7 +186,7 @@ class Session:
 
     def health(self) -> Health:
         """What is going on; reads only, so any thread may call it."""
-        protocol, stats = self.driver.protocol, self._endpoint.stats()
+        protocol, stats = self.driver.protocol, self.endpoint.stats()
         phase = protocol.phase
         settling = phase is Phase.IDLE and self.driver.attempt is not None
         return Health(
@@ -199,7 +204,7 @@ class Session:
             oldest_read_seconds=stats.oldest_seconds,
             oldest_read_peer=stats.oldest_peer,
             quarantined_bytes=stats.quarantined_bytes,
-            recycled=self.recycled,
+            recycled=self._agents.recycled,
             dropped=dict(Counter(dict(self.driver.dropped)) + Counter(dict(protocol.dropped))),
             last_error=self.driver.last_error,
         )
@@ -213,7 +218,7 @@ class Session:
         """
         deadline = self._engine.loop.time() + timeout
         self._engine.off_stop(self._closer)
-        if self._endpoint.closed:
+        if self.endpoint.closed:
             return ()
         if not self.driver.over:
             with contextlib.suppress(TimeoutError):
@@ -224,38 +229,12 @@ class Session:
         if self.driver.attempt is not None:
             self.driver.attempt.fail(CommunicatorClosed("closed while a migration was running"))
         self.driver.over = self.driver.over or "closed"
-        if self._retiring is not None:
-            self._retiring.destroy()
-        return await self._endpoint.close(max(0.0, deadline - self._engine.loop.time()))
+        return await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
 
     async def _closer(self) -> None:
         await self.close(self.settings.close_timeout)
 
     # -------------------------------------------------------------------------------------------- within
-    def _make_endpoint(self, identity: Identity) -> Endpoint:
-        name = f"{identity.group}/{identity.rank}.{identity.incarnation:x}-{secrets.token_hex(4)}"
-        endpoint = Endpoint(
-            name,
-            self._engine,
-            self.settings,
-            self._native,
-            on_notification=self.driver.notification,
-            on_disconnect=self.driver.disconnected,
-            on_end=self._staging.wake,
-        )
-        try:
-            endpoint.register_many(
-                [*self.weights.regions(), *((b, f"staging {m}") for m, b in self._staging.buffers.items())]
-            )
-        except BaseException:
-            endpoint.destroy()
-            raise
-        return endpoint
-
-    def _is_leased(self, start: int, end: int) -> bool:
-        agents = [agent for agent in (self._endpoint, self._retiring) if agent is not None]
-        return any(agent.leases.holder(((start, end),)) is not None for agent in agents)
-
     def _plan(self, new: Placement) -> MigrationPlan:
         members = self.driver.protocol.members
         nodes = {m.rank: m.node for m in self._roster} | {self.driver.identity.rank: self.driver.identity.node}
@@ -287,7 +266,7 @@ class Session:
             rank=self.driver.identity.rank,
             sources={member.rank: member for member in self._roster},
             engine=self._engine,
-            endpoint=self._endpoint,
+            endpoint=self.endpoint,
             weights=self.weights,
             staging=self._staging,
             copier=self._copier,
@@ -301,7 +280,7 @@ class Session:
 
     def _expire(self, attempt: Attempt, timeout: float) -> None:
         protocol = self.driver.protocol
-        self._endpoint.look()  # completions before deadlines (I-11); a READ that is overdue is our own cause
+        self.endpoint.look()  # completions before deadlines (I-11); a READ that is overdue is our own cause
         if attempt.cause is None and attempt.run is not None:
             attempt.cause = attempt.run.read_error()
         waiting = f", waiting for ranks {sorted(protocol.waiting_for)}" if protocol.waiting_for else ""
@@ -345,54 +324,9 @@ class Session:
         ]
         if all(map(self._staging.fits, needs)):
             return
-        await self._endpoint.drained(_DRAIN_SECONDS)
+        await self.endpoint.drained(_DRAIN_SECONDS)
         if not all(map(self._staging.fits, needs)):
-            await self._recycled(f"quarantine holds {self._staging.reclaim()} bytes of staging")
-
-    async def _recycled(self, why: str) -> None:
-        """Recycle the agent; goes on to its end when its awaiter is cancelled."""
-        self._recycling = self._engine.spawn(self._recycle(why), "recycling")
-        await asyncio.shield(self._recycling)
-
-    async def _recycle(self, why: str) -> None:
-        """Replace the agent: what was in flight cannot land any more, and staging is free again.
-
-        The successor is introduced before the old agent goes, so that nobody takes its end for our death.
-        """
-        old, me = self._endpoint, self.driver.identity
-        successor = replace(me, incarnation=me.incarnation + 1)
-        fresh = self._make_endpoint(successor)
-        for member in self._roster:
-            if member.peer.gone:  # excluded ones are kept: who speaks up later must be told that it is out
-                continue
-            try:
-                self._roster.put(replace(member, peer=fresh.add_peer(member.peer.blob)))
-            except HandshakeError as error:
-                self.driver.degraded[member.rank] = str(error)
-        self._retiring = old
-        self._endpoint = self.driver.endpoint = fresh
-        self.driver.identity = successor
-        self.recycled += 1
-        known = [member for member in self._roster if not member.peer.gone]
-        awaited = [member for member in known if member.rank in self.driver.protocol.members]
-        with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
-            silent = await self._introducer.announce(fresh, awaited, _MEET_SECONDS)
-            for member in known:
-                if member not in awaited:
-                    self.driver.send(member.rank, messages.Introduce(blob=self._introducer.blob(fresh)))
-            old.look()
-        left = old.destroy()
-        self._retiring = None
-        self._staging.wake()
-        for rank in silent:
-            self.driver.degraded.setdefault(rank, "did not answer our new incarnation")
-        _log.warning(
-            "agent recycled: %s; %d READs went with it; incarnation is now %x; ranks that did not answer: %s",
-            why,
-            len(left),
-            successor.incarnation,
-            silent,
-        )
+            await self._agents.recycle(f"quarantine holds {self._staging.reclaim()} bytes of staging")
 
     def _check_open(self) -> None:
         if self.driver.over:

@@ -76,12 +76,12 @@ def test_i3_recycling_frees_staging_that_quarantine_holds() -> None:
         async with LocalCluster(OLD, fabric=fabric, settings=ONE_LAYER) as cluster:
             first = await cluster.migrate(NEW, timeout=1.0)
             assert isinstance(first[0], NixlTransferTimeout)
-            before = cluster.comms[0]._session._endpoint.name
+            before = cluster.comms[0]._session.endpoint.name
             again = await cluster.migrate(NEW, timeout=30.0)
             assert all(isinstance(report, MigrationReport) for report in again), again
             assert cluster.comms[0].health().recycled == 1
             assert cluster.comms[0].health().quarantined_bytes == 0
-            assert cluster.comms[0]._session._endpoint.name != before, "I-13: one name for two incarnations"
+            assert cluster.comms[0]._session.endpoint.name != before, "I-13: one name for two incarnations"
             assert cluster.wrong_bytes() == 0
 
     run(main())

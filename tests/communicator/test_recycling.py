@@ -54,7 +54,7 @@ def test_a_cancel_during_recycling_does_not_leave_two_agents(turns: int) -> None
             await cluster.migrate(NEW, timeout=1.0)
             session = cluster.comms[0]._session
             task = asyncio.ensure_future(cluster.comms[0].migrate(NEW, timeout=20.0))
-            while session._retiring is None and not task.done():
+            while session._agents.retiring is None and not task.done():
                 await asyncio.sleep(0)
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -62,7 +62,7 @@ def test_a_cancel_during_recycling_does_not_leave_two_agents(turns: int) -> None
             await asyncio.wait([task])
             reports = await cluster.migrate(NEW, timeout=20.0)
             assert all(isinstance(report, MigrationReport) for report in reports), reports
-            assert session._retiring is None
+            assert session._agents.retiring is None
             assert cluster.comms[0].health().recycled == 1
             assert cluster.wrong_bytes() == 0
 

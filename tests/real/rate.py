@@ -35,7 +35,7 @@ async def raw_reads(comm: Any, peer: int) -> float:
     session = comm._session
 
     async def run() -> float:
-        endpoint, native = session._endpoint, session._endpoint.native
+        endpoint, native = session.endpoint, session.endpoint.native
         member = session._roster.get(peer)
         buffer = session._staging.buffers["DRAM"]
         started = time.perf_counter()

@@ -1,0 +1,146 @@
+"""This rank's agent, and its replacement by a successor when quarantine eats the staging (DESIGN §5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import replace
+
+from eplb_async.communicator.driver import Driver
+from eplb_async.communicator.introduction import Introducer
+from eplb_async.communicator.members import Identity, Roster
+from eplb_async.core import messages
+from eplb_async.engine import LoopEngine
+from eplb_async.errors import HandshakeError
+from eplb_async.nixl.endpoint import Endpoint, NativeFactory
+from eplb_async.settings import Settings
+from eplb_async.weights import ExpertWeights, Staging
+
+_log = logging.getLogger("eplb_async.communicator")
+_MEET_SECONDS = 2.0
+
+
+class Agents:
+    """The agent that lives now and, while it is being replaced, the one that retires.
+
+    Args:
+        engine: The engine loop.
+        settings: Settings of an agent.
+        native: Makes native agents.
+        driver: Gets messages of both; told of the current one and of its identity.
+        roster: Members to know.
+        introducer: Introduces a successor.
+        weights: Rows to register.
+        staging: Where READs land; asks whether its memory is leased.
+
+    Attributes:
+        current: The agent that lives now.
+        retiring: The one that is being replaced, or ``None``.
+        recycled: How often it was replaced.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: LoopEngine,
+        settings: Settings,
+        native: NativeFactory,
+        driver: Driver,
+        roster: Roster,
+        introducer: Introducer,
+        weights: ExpertWeights,
+        staging: Staging,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._native = native
+        self._driver = driver
+        self._roster = roster
+        self._introducer = introducer
+        self._weights = weights
+        self._staging = staging
+        self._task: asyncio.Task[None] | None = None
+        self.retiring: Endpoint | None = None
+        self.recycled = 0
+        self.current = driver.endpoint = self._make(driver.identity)
+        staging.leased = self._is_leased
+
+    async def settled(self) -> None:
+        """Wait until no replacement is under way."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def recycle(self, why: str) -> None:
+        """Replace the agent; goes on to its end when its awaiter is cancelled."""
+        self._task = self._engine.spawn(self._recycle(why), "recycling")
+        await asyncio.shield(self._task)
+
+    async def close(self, timeout: float) -> tuple[str, ...]:
+        """Drain and destroy what there is; returns what had not ended, in words."""
+        if self.retiring is not None:
+            self.retiring.destroy()
+        return await self.current.close(timeout)
+
+    async def _recycle(self, why: str) -> None:
+        """What was in flight cannot land any more, and staging is free again.
+
+        The successor is introduced before the old agent goes, so that nobody takes its end for our death.
+        """
+        old, me = self.current, self._driver.identity
+        successor = replace(me, incarnation=me.incarnation + 1)
+        fresh = self._make(successor)
+        for member in self._roster:
+            if member.peer.gone:  # excluded ones are kept: who speaks up later must be told that it is out
+                continue
+            try:
+                self._roster.put(replace(member, peer=fresh.add_peer(member.peer.blob)))
+            except HandshakeError as error:
+                self._driver.degraded[member.rank] = str(error)
+        self.retiring = old
+        self.current = self._driver.endpoint = fresh
+        self._driver.identity = successor
+        self.recycled += 1
+        known = [member for member in self._roster if not member.peer.gone]
+        awaited = [member for member in known if member.rank in self._driver.protocol.members]
+        with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
+            silent = await self._introducer.announce(fresh, awaited, _MEET_SECONDS)
+            for member in known:
+                if member not in awaited:
+                    self._driver.send(member.rank, messages.Introduce(blob=self._introducer.blob(fresh)))
+            old.look()
+        left = old.destroy()
+        self.retiring = None
+        self._staging.wake()
+        for rank in silent:
+            self._driver.degraded.setdefault(rank, "did not answer our new incarnation")
+        _log.warning(
+            "agent recycled: %s; %d READs went with it; incarnation is now %x; ranks that did not answer: %s",
+            why,
+            len(left),
+            successor.incarnation,
+            silent,
+        )
+
+    def _make(self, identity: Identity) -> Endpoint:
+        name = f"{identity.group}/{identity.rank}.{identity.incarnation:x}-{secrets.token_hex(4)}"
+        endpoint = Endpoint(
+            name,
+            self._engine,
+            self._settings,
+            self._native,
+            on_notification=self._driver.notification,
+            on_disconnect=self._driver.disconnected,
+            on_end=self._staging.wake,
+        )
+        staging = ((buffer, f"staging {memory}") for memory, buffer in self._staging.buffers.items())
+        try:
+            endpoint.register_many([*self._weights.regions(), *staging])
+        except BaseException:
+            endpoint.destroy()
+            raise
+        return endpoint
+
+    def _is_leased(self, start: int, end: int) -> bool:
+        agents = [agent for agent in (self.current, self.retiring) if agent is not None]
+        return any(agent.leases.holder(((start, end),)) is not None for agent in agents)
