@@ -176,5 +176,13 @@ class CommunicatorClosed(EplbError, RuntimeError):
     """The communicator or agent is closed, fenced by its peers, or belongs to a parent process."""
 
 
+def describe(error: BaseException) -> str:
+    """Class and text of any error, also of one whose ``str()`` fails."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (it cannot say what)"
+
+
 def _who(peer: int | str) -> str:
     return f"rank {peer}" if isinstance(peer, int) else str(peer)

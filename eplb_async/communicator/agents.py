@@ -10,9 +10,8 @@ from dataclasses import replace
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.members import Identity, Roster
-from eplb_async.core import messages
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import HandshakeError
+from eplb_async.errors import CommunicatorClosed
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.settings import Settings
 from eplb_async.weights import ExpertWeights, Staging
@@ -61,6 +60,7 @@ class Agents:
         self._weights = weights
         self._staging = staging
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
         self.retiring: Endpoint | None = None
         self.recycled = 0
         self.current = driver.endpoint = self._make(driver.identity)
@@ -73,14 +73,25 @@ class Agents:
 
     async def recycle(self, why: str) -> None:
         """Replace the agent; goes on to its end when its awaiter is cancelled."""
+        if self._closing:
+            raise CommunicatorClosed("the communicator closes")
         self._task = self._engine.spawn(self._recycle(why), "recycling")
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._task)
+
+    def begin_close(self) -> None:
+        """Make no successor any more."""
+        self._closing = True
 
     async def close(self, timeout: float) -> tuple[str, ...]:
         """Drain and destroy what there is; returns what had not ended, in words."""
-        if self.retiring is not None:
-            self.retiring.destroy()
-        return await self.current.close(timeout)
+        self._closing = True
+        deadline = self._engine.loop.time() + timeout
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task], timeout=timeout)
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        return await self.current.close(max(0.0, deadline - self._engine.loop.time()))
 
     async def _recycle(self, why: str) -> None:
         """What was in flight cannot land any more, and staging is free again.
@@ -90,28 +101,36 @@ class Agents:
         old, me = self.current, self._driver.identity
         successor = replace(me, incarnation=me.incarnation + 1)
         fresh = self._make(successor)
-        for member in self._roster:
-            if member.peer.gone:  # excluded ones are kept: who speaks up later must be told that it is out
-                continue
-            try:
-                self._roster.put(replace(member, peer=fresh.add_peer(member.peer.blob)))
-            except HandshakeError as error:
-                self._driver.degraded[member.rank] = str(error)
+        try:
+            # Excluded ones are kept: who speaks up later must be told that it is out.
+            known = [
+                replace(member, peer=fresh.add_peer(member.peer.blob))
+                for member in self._roster
+                if not member.peer.gone
+            ]
+            introduction = self._introducer.introduction(successor, fresh)
+        except BaseException:  # nothing has changed; the next migration tries again
+            fresh.destroy()
+            raise
         self.retiring = old
         self.current = self._driver.endpoint = fresh
         self._driver.identity = successor
         self.recycled += 1
-        known = [member for member in self._roster if not member.peer.gone]
-        awaited = [member for member in known if member.rank in self._driver.protocol.members]
-        with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
-            silent = await self._introducer.announce(fresh, awaited, _MEET_SECONDS)
-            for member in known:
-                if member not in awaited:
-                    self._driver.send(member.rank, messages.Introduce(blob=self._introducer.blob(fresh)))
-            old.look()
-        left = old.destroy()
-        self.retiring = None
-        self._staging.wake()
+        for member in known:
+            self._roster.put(member)
+        silent: list[int] = []
+        try:
+            awaited = [member for member in known if member.rank in self._driver.protocol.members]
+            with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
+                silent = await self._introducer.announce(introduction, awaited, _MEET_SECONDS)
+                for member in known:
+                    if member not in awaited:
+                        self._driver.send(member.rank, introduction)
+                old.look()
+        finally:
+            left = old.destroy()
+            self.retiring = None
+            self._staging.wake()
         for rank in silent:
             self._driver.degraded.setdefault(rank, "did not answer our new incarnation")
         _log.warning(

@@ -25,6 +25,7 @@ from eplb_async.errors import (
     MigrationInDoubt,
     NixlPeerDisconnected,
     NixlTransferFailed,
+    describe,
 )
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
@@ -209,12 +210,12 @@ class Driver:
         try:
             await attempt.finish(ended)
         except Exception as error:  # rows of a committed layer are neither old nor new: not to be used (I-7)
-            self.break_off(f"a committed layer could not be applied: {error!r}")
+            self.break_off(f"a committed layer could not be applied: {describe(error)}")
         finally:
             if self.attempt is attempt:
                 self.attempt = None
             if attempt.cause is not None:
-                self.last_error = str(attempt.cause)
+                self.last_error = describe(attempt.cause)
             self._settle_timers()
             self._changed.set()
 

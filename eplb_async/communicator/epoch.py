@@ -105,7 +105,7 @@ class EpochRun:
         self._ready = [False] * plan.new.num_layers
         self._staged = 0
         self._applied = self._commit_to = 0
-        self._failed = False
+        self._failed = self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._copies: set[asyncio.Task[None]] = set()
         self._apply_task: asyncio.Task[Any] | None = None
@@ -124,6 +124,8 @@ class EpochRun:
     def commit(self, upto: int) -> None:
         """Layers below ``upto`` are decided: apply them, in order."""
         self._commit_to = upto
+        if self._stopped:
+            return
         if self._apply_task is not None and self._apply_task.done() and self._apply_task.exception() is not None:
             return  # a layer could not be applied: nothing after it may be
         if self._apply_task is None or self._apply_task.done():
@@ -134,6 +136,18 @@ class EpochRun:
 
         READs of other layers go to quarantine, and their staging stays held until they have ended (I-3).
         """
+        await self._wind_up()
+        if self._apply_task is not None and (error := self._apply_task.exception()) is not None:
+            raise error
+        if self._applied < committed:
+            raise AssertionError(f"I-7: {committed} layers committed, {self._applied} applied")
+
+    async def stop(self) -> None:
+        """Closing: as :meth:`finish`, and layers that are decided but not yet applied stay as they are."""
+        self._stopped = True
+        await self._wind_up()
+
+    async def _wind_up(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         # A copy that runs cannot be stopped, and it writes staging: it is waited for, never cancelled (I-3).
@@ -145,10 +159,6 @@ class EpochRun:
                 self._endpoint.abandon(transfer)
             self._staging.free(tuple(job.pieces.values()))
         self._jobs.clear()
-        if self._apply_task is not None and (error := self._apply_task.exception()) is not None:
-            raise error
-        if self._applied < committed:
-            raise AssertionError(f"I-7: {committed} layers committed, {self._applied} applied")
 
     def read_error(self) -> Exception | None:
         """The first READ's failure, if one has failed."""
@@ -276,7 +286,7 @@ class EpochRun:
 
     # --------------------------------------------------------------------------------------------- apply
     async def _apply_layers(self) -> None:
-        while self._applied < self._commit_to:
+        while self._applied < self._commit_to and not self._stopped:
             layer = self._applied
             job = self._jobs.pop(layer)
             copies = [

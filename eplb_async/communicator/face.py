@@ -43,6 +43,7 @@ class AsyncEplbCommunicator:
         self._thread = threading.get_ident()
         self._busy = ""
         self._closed = False
+        self._closing: asyncio.Future[tuple[str, ...]] | None = None
 
     @classmethod
     def open(
@@ -184,7 +185,9 @@ class AsyncEplbCommunicator:
         return self._session.health()
 
     async def aclose(self, timeout: float | None = None) -> tuple[str, ...]:
-        """Leave the group, drain with a deadline, destroy the agent, then let go of the memory. Idempotent.
+        """Leave the group, drain with a deadline, destroy the agent, then let go of the memory.
+
+        Idempotent: every call returns when it is closed, with the same answer.
 
         Cancelled: closing goes on in the background.
 
@@ -194,12 +197,15 @@ class AsyncEplbCommunicator:
         Returns:
             What had not ended and went with the agent, in words.
         """
-        if self._closed:
-            return ()
         self._check_loop()
-        self._closed = True
+        limit = seconds(timeout, self._session.settings.close_timeout)
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.ensure_future(self._close(limit))
+        return await asyncio.shield(self._closing)
+
+    async def _close(self, limit: float) -> tuple[str, ...]:
         session, store, engine = self._session, self._store, self._engine
-        limit = seconds(timeout, session.settings.close_timeout)
 
         async def close() -> tuple[str, ...]:
             try:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from eplb_async.communicator.driver import Driver
-from eplb_async.communicator.members import Member, Roster, start_of
+from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.core import messages
 from eplb_async.core.layout import Layout, compare
 from eplb_async.errors import CommunicatorBusy, HandshakeError
@@ -54,9 +54,12 @@ class Introducer:
         self.layout = layout
         driver.on_introduction = self._on_message
 
-    def blob(self, endpoint: Endpoint) -> bytes:
+    def introduction(self, me: Identity, endpoint: Endpoint) -> messages.Introduce:
+        """The message that introduces an incarnation of this rank to members."""
+        return messages.Introduce(blob=self.blob(endpoint, me))
+
+    def blob(self, endpoint: Endpoint, me: Identity) -> bytes:
         """This rank's sealed introduction."""
-        me = self._driver.identity
         return seal(
             Introduction(
                 group=me.group,
@@ -123,13 +126,13 @@ class Introducer:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def announce(self, endpoint: Endpoint, members: list[Member], patience: float) -> list[int]:
+    async def announce(self, introduction: messages.Introduce, members: list[Member], patience: float) -> list[int]:
         """Introduce a new incarnation of ours to members; returns those of them that did not answer in time.
 
         Several ranks can do so at once: who introduces itself meanwhile is told of ours again, at its new agent.
         """
         self._heard.clear()
-        self._announced = messages.Introduce(blob=self.blob(endpoint))
+        self._announced = introduction
         try:
             for member in members:
                 self._driver.send(member.rank, self._announced)

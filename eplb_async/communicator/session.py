@@ -23,7 +23,7 @@ from eplb_async.core.events import Phase, Proof
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import CommunicatorClosed, MigrationInDoubt, MigrationTimeout, WeightsError
+from eplb_async.errors import CommunicatorClosed, MigrationInDoubt, MigrationTimeout, WeightsError, describe
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous, exchange
 from eplb_async.settings import Settings
@@ -121,7 +121,7 @@ class Session:
                 group=me.group,
                 rank=me.rank,
                 ep_size=me.ep_size,
-                sealed=self._introducer.blob(self.endpoint),
+                sealed=self._introducer.blob(self.endpoint, me),
                 deadline_per_peer=timeout,
                 on_peer=meet,
                 executor=executor,
@@ -174,14 +174,14 @@ class Session:
         try:
             await self._agents.recycle("weights were rebound")
         except Exception as error:  # peers would read the memory that was left
-            self.driver.break_off(f"the weights could not be registered anew: {error!r}")
+            self.driver.break_off(f"the weights could not be registered anew: {describe(error)}")
             raise
 
     def exclude(self, rank: int) -> None:
         """The caller says that a rank is dead."""
         self._check_open()
-        if not 0 <= rank < self.driver.identity.ep_size or rank == self.driver.identity.rank:
-            raise ValueError(f"rank {rank} is not another rank of this group of {self.driver.identity.ep_size}")
+        if type(rank) is not int or not 0 <= rank < self.driver.identity.ep_size or rank == self.driver.identity.rank:
+            raise ValueError(f"rank {rank!r} is not another rank of this group of {self.driver.identity.ep_size}")
         self.driver.gone(rank, Proof.EXCLUDED)
 
     def health(self) -> Health:
@@ -220,6 +220,7 @@ class Session:
         self._engine.off_stop(self._closer)
         if self.endpoint.closed:
             return ()
+        self._agents.begin_close()
         if not self.driver.over:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
@@ -228,6 +229,8 @@ class Session:
         self.driver.stop()
         if self.driver.attempt is not None:
             self.driver.attempt.fail(CommunicatorClosed("closed while a migration was running"))
+            if self.driver.attempt.run is not None:
+                await self.driver.attempt.run.stop()
         self.driver.over = self.driver.over or "closed"
         return await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
 
@@ -255,8 +258,8 @@ class Session:
 
         def failed(error: Exception) -> None:
             attempt.cause = error
-            _log.error("migration fails on rank %d: %s", self.driver.identity.rank, error)
-            self.driver.give_up(attempt, f"{type(error).__name__}: {error}")
+            _log.error("migration fails on rank %d: %s", self.driver.identity.rank, describe(error))
+            self.driver.give_up(attempt, describe(error))
 
         def applied(layer: int) -> None:
             self.placement = self.placement.with_layers(attempt.plan.new, layer + 1)
@@ -325,6 +328,7 @@ class Session:
         if all(map(self._staging.fits, needs)):
             return
         await self.endpoint.drained(_DRAIN_SECONDS)
+        self._check_open()
         if not all(map(self._staging.fits, needs)):
             await self._agents.recycle(f"quarantine holds {self._staging.reclaim()} bytes of staging")
 

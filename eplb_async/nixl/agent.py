@@ -71,6 +71,7 @@ class AsyncNixlAgent:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._closed = False
+        self._closing: asyncio.Future[tuple[str, ...]] | None = None
 
     @classmethod
     def open(
@@ -225,7 +226,9 @@ class AsyncNixlAgent:
         return await self._run(lambda endpoint: endpoint.stats())
 
     async def aclose(self, timeout: float | None = None) -> tuple[str, ...]:
-        """Drain with a deadline, destroy the agent, then let go of the memory. Idempotent.
+        """Drain with a deadline, destroy the agent, then let go of the memory.
+
+        Idempotent: every call returns when it is closed, with the same answer.
 
         Cancelled: closing goes on in the background.
 
@@ -235,11 +238,14 @@ class AsyncNixlAgent:
         Returns:
             What had not ended and went with the agent, in words.
         """
-        if self._closed:
-            return ()
         self._engine.check_process()
         self._check_loop()
-        self._closed = True
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.ensure_future(self._close(timeout))
+        return await asyncio.shield(self._closing)
+
+    async def _close(self, timeout: float | None) -> tuple[str, ...]:
         endpoint, engine, inbox = self._endpoint, self._engine, self._inbox
         owned = engine if self._owns_engine and isinstance(engine, Engine) else None
 

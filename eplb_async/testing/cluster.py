@@ -75,7 +75,12 @@ class LocalCluster:
         self._settings = settings or Settings(secret=b"the cluster's secret")
 
     async def __aenter__(self) -> LocalCluster:
-        self.comms = list(await asyncio.gather(*map(self._open, range(self._placement.ep_size))))
+        opening = [asyncio.ensure_future(self._open(rank)) for rank in range(self._placement.ep_size)]
+        await asyncio.wait(opening)
+        opened = [task.result() for task in opening if task.exception() is None]
+        if len(opened) < len(opening):
+            await asyncio.gather(*(comm.aclose() for comm in opened))
+        self.comms = [task.result() for task in opening]
         return self
 
     async def __aexit__(
