@@ -1,0 +1,149 @@
+"""Closing and recycling when something else happens half-way: one agent at most is left, and none after aclose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from eplb_async.communicator import MigrationReport
+from eplb_async.core.placement import Placement
+from eplb_async.errors import CommunicatorClosed, EplbError
+from eplb_async.settings import Settings
+from eplb_async.testing import FaultPlan, Life, MemoryFabric, run
+from eplb_async.testing.cluster import LocalCluster
+from eplb_async.weights import Copy
+
+OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
+NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
+ONE_LAYER = Settings(secret=b"s" * 16, staging_layers=1)
+
+
+def alive(fabric: MemoryFabric, rank: int) -> list[str]:
+    """Agents of a rank that were not destroyed."""
+    return [name for name in fabric.agents if f"default/{rank}." in name and fabric.life(name) is not Life.DEAD]
+
+
+@pytest.mark.parametrize("call", ["metadata", "add_remote", "connect", "register"])
+def test_a_recycle_that_fails_half_way_can_be_tried_again(call: str) -> None:
+    """A native call of the successor fails: the old agent lives on alone, and the next migration recycles."""
+    plan = FaultPlan().hold_read("default/0.10000", nth=None).fail_call(call, agent="default/0.10001")
+    fabric = MemoryFabric(plan)
+
+    async def main() -> None:
+        async with LocalCluster(OLD, fabric=fabric, settings=ONE_LAYER) as cluster:
+            await cluster.migrate(NEW, timeout=1.0)
+            failed = await cluster.migrate(NEW, timeout=2.0)
+            assert isinstance(failed[0], EplbError), failed
+            assert len(alive(fabric, 0)) == 1
+            reports = await cluster.migrate(NEW, timeout=20.0)
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            assert cluster.wrong_bytes() == 0
+        assert not alive(fabric, 0)
+
+    run(main())
+    assert not fabric.violations
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.499, 0.5, 0.501, 0.6])
+def test_closing_while_a_recycle_is_due_or_running_leaves_no_agent(delay: float) -> None:
+    """``aclose`` at any moment of a migration that must recycle first: nothing native is left."""
+    fabric = MemoryFabric(FaultPlan().hold_read("default/0.10000", nth=None), latency=0.002)
+
+    async def main() -> None:
+        async with LocalCluster(OLD, fabric=fabric, settings=ONE_LAYER) as cluster:
+            await cluster.migrate(NEW, timeout=1.0)
+            task = asyncio.ensure_future(cluster.comms[0].migrate(NEW, timeout=20.0))
+            await asyncio.sleep(delay)
+            await cluster.comms[0].aclose()
+            await asyncio.wait([task], timeout=5.0)
+            assert task.done()
+            assert isinstance(task.exception(), EplbError)
+            assert not alive(fabric, 0)
+
+    run(main())
+    assert not fabric.violations
+
+
+def test_two_closes_at_once_end_together() -> None:
+    """The second call waits for the first one's end, also when the first is cancelled."""
+    fabric = MemoryFabric(FaultPlan().hold_read("default/0.", nth=None))
+
+    async def main() -> None:
+        async with LocalCluster(OLD, fabric=fabric) as cluster:
+            await cluster.migrate(NEW, timeout=1.0)
+            first = asyncio.ensure_future(cluster.comms[0].aclose(2.0))
+            await asyncio.sleep(0.01)
+            first.cancel()
+            left = await cluster.comms[0].aclose()
+            assert left
+            assert not alive(fabric, 0)
+            assert await cluster.comms[0].aclose() == left
+            with pytest.raises(CommunicatorClosed):
+                await cluster.comms[0].migrate(NEW)
+
+    run(main())
+
+
+def test_nothing_is_written_after_a_close_without_patience() -> None:
+    """``aclose(0)`` during an apply: the copy that runs is waited for, and no further layer is applied."""
+
+    class Slow:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+            self.running = 0
+
+        async def fence(self) -> None:
+            """Nothing is queued."""
+
+        async def copy(self, copies: Sequence[Copy]) -> None:
+            self.running += 1
+            await asyncio.sleep(0.5)
+            await self.inner.copy(copies)  # type: ignore[attr-defined]
+            self.running -= 1
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            session = cluster.comms[0]._session
+            slow = session._copier = Slow(session._copier)
+            tasks = asyncio.ensure_future(cluster.migrate(NEW))
+            while not slow.running:
+                await asyncio.sleep(0.001)
+            await cluster.comms[0].aclose(0.0)
+            assert slow.running == 0
+            before = [tensor.clone() for layer in cluster.rows[0].layers for tensor in layer]
+            await tasks
+            await asyncio.sleep(5.0)
+            after = [tensor for layer in cluster.rows[0].layers for tensor in layer]
+            assert all((a == b).all() for a, b in zip(before, after, strict=True))
+            assert cluster.wrong_bytes([0]) == 0
+
+    run(main())
+
+
+def test_an_error_that_cannot_say_what_it_is_still_ends_the_epoch() -> None:
+    """``str()`` of a failure raises: the epoch ends at once on both ranks all the same."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    class Broken:
+        async def fence(self) -> None:
+            """Nothing is queued."""
+
+        async def copy(self, copies: Sequence[Copy]) -> None:
+            raise Mute
+
+    async def main() -> None:
+        async with LocalCluster(Placement([[0, 1, 2, 3]], ep_size=2)) as cluster:
+            cluster.comms[1]._session._copier = Broken()
+            swap = Placement([[0, 1, 3, 2]], ep_size=2)  # a local copy into staging fails before any vote
+            started = asyncio.get_running_loop().time()
+            one, two = await cluster.migrate(swap, timeout=30.0)
+            assert asyncio.get_running_loop().time() - started < 1.0
+            assert isinstance(two, Mute)
+            assert isinstance(one, EplbError)
+
+    run(main())
