@@ -107,12 +107,7 @@ class AsyncEplbCommunicator:
             )
             rows = opener.check()
             where = engine or Engine(f"eplb-async {group}/{rank}", use_uvloop=chosen.use_uvloop)
-            try:
-                session, store = await opener.open(where, rows)
-            except BaseException:
-                if isinstance(where, Engine) and engine is None:
-                    where.request_stop()
-                raise
+            session, store = await opener.open(where, rows, own=engine is None)
             return cls(where, session, rows, store)
 
         return Opening(opened)

@@ -16,7 +16,7 @@ from eplb_async.communicator.members import GENERATION_BITS, Identity
 from eplb_async.communicator.session import Session
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
-from eplb_async.errors import PlacementError, WeightsError
+from eplb_async.errors import CommunicatorClosed, PlacementError, WeightsError
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.rendezvous import Rendezvous, join, resolve
 from eplb_async.settings import Settings
@@ -55,8 +55,13 @@ class Opener:
             raise WeightsError(f"weights of {rows.num_layers} layers, placement of {self.placement.num_layers}")
         return rows
 
-    async def open(self, engine: LoopEngine, rows: ExpertWeights) -> tuple[Session, Rendezvous | None]:
-        """Open on an engine, from the user's loop.
+    async def open(self, engine: LoopEngine, rows: ExpertWeights, *, own: bool) -> tuple[Session, Rendezvous | None]:
+        """Open on an engine, from the user's loop; whatever was made is given back if that fails or is cancelled.
+
+        Args:
+            engine: The engine.
+            rows: What :meth:`check` returned.
+            own: Whether the engine ends with a failure, and gives back what was made when it does.
 
         Returns:
             The session, and the rendezvous if it is ours to close.
@@ -64,60 +69,83 @@ class Opener:
         stream = _stream(rows)
         copier = CpuCopier(engine) if stream is None else CudaCopier(engine, lambda: stream)
         user_loop = asyncio.get_running_loop()
+        made = _Made()
 
-        async def start() -> tuple[Session, Rendezvous | None]:
+        async def start() -> None:
+            engine.on_stop(unmake)
             deadline = time.monotonic() + self.timeout
-            store = await engine.offload(self._resolve)
-            owned = store if isinstance(self.rendezvous, str) else None
-            session = None
-            try:
-                inline = engine.worker if isinstance(engine.worker, Inline) else None
-                joined = await join(
-                    store,
-                    group=self.group,
-                    rank=self.rank,
-                    secret=self.settings.secret,
-                    timeout=max(0.0, deadline - time.monotonic()),
-                    executor=inline,
-                )
-                session = Session(
-                    Identity(
-                        self.rank,
-                        self.ep_size,
-                        self.group,
-                        self.node or _boot_id(),
-                        joined.incarnation << GENERATION_BITS,
-                    ),
-                    engine=engine,
-                    settings=self.settings,
-                    key=joined.key,
-                    weights=rows,
-                    placement=self.placement,
-                    copier=copier,
-                    staging=self.staging,
-                    native=self.native,
-                )
-                await session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
-            except BaseException:
-                if session is not None:
-                    await session.close(0.0)
-                if owned is not None:
-                    owned.close()
-                raise
-            if isinstance(engine, Engine):
-                engine.spawn(_watch(user_loop, session, engine), "watch of the user's loop")
-            return session, owned
+            store = await engine.offload(lambda: self._resolve(made))
+            inline = engine.worker if isinstance(engine.worker, Inline) else None
+            joined = await join(
+                store,
+                group=self.group,
+                rank=self.rank,
+                secret=self.settings.secret,
+                timeout=max(0.0, deadline - time.monotonic()),
+                executor=inline,
+            )
+            incarnation = joined.incarnation << GENERATION_BITS
+            made.session = Session(
+                Identity(self.rank, self.ep_size, self.group, self.node or _boot_id(), incarnation),
+                engine=engine,
+                settings=self.settings,
+                key=joined.key,
+                weights=rows,
+                placement=self.placement,
+                copier=copier,
+                staging=self.staging,
+                native=self.native,
+            )
+            await made.session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
+            engine.off_stop(unmake)
+            engine.on_stop(made.session.wind_down)
 
-        return await engine.run(start)
+        async def unmake() -> None:
+            engine.off_stop(unmake)
+            if made.session is not None:
+                engine.off_stop(made.session.wind_down)
+                await made.session.close(0.0)
+            await engine.offload(made.close_store)  # behind a resolve that is still running
 
-    def _resolve(self) -> Rendezvous:
-        return resolve(
+        try:
+            await engine.run(start)
+        except BaseException:
+            with contextlib.suppress(CommunicatorClosed):
+                if own and isinstance(engine, Engine):
+                    engine.request_stop()
+                else:
+                    engine.post(lambda: engine.spawn(unmake(), "giving back a failed open"))
+            raise
+        assert made.session is not None
+        session = made.session
+        if isinstance(engine, Engine):
+            engine.post(lambda: engine.spawn(_watch(user_loop, session, engine), "watch of the user's loop"))
+        return session, made.store
+
+    def _resolve(self, made: _Made) -> Rendezvous:
+        store = resolve(
             self.rendezvous,
             rank=self.rank,
             ep_size=self.ep_size,
             secret=self.settings.secret,
             timeout=self.timeout,
         )
+        if isinstance(self.rendezvous, str):
+            made.store = store
+        return store
+
+
+class _Made:
+    """What an ``open`` has made so far."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.store: Rendezvous | None = None
+
+    def close_store(self) -> None:
+        """Close the rendezvous if it is ours."""
+        if self.store is not None:
+            self.store.close()
 
 
 async def _watch(loop: asyncio.AbstractEventLoop, session: Session, engine: Engine) -> None:

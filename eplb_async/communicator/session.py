@@ -95,7 +95,6 @@ class Session:
             weights=weights,
             staging=self._staging,
         )
-        engine.on_stop(self._closer)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -217,7 +216,7 @@ class Session:
             What had not ended and went with the agent, in words.
         """
         deadline = self._engine.loop.time() + timeout
-        self._engine.off_stop(self._closer)
+        self._engine.off_stop(self.wind_down)
         if self.endpoint.closed:
             return ()
         self._agents.begin_close()
@@ -234,7 +233,8 @@ class Session:
         self.driver.over = self.driver.over or "closed"
         return await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
 
-    async def _closer(self) -> None:
+    async def wind_down(self) -> None:
+        """Close because the engine stops."""
         await self.close(self.settings.close_timeout)
 
     # -------------------------------------------------------------------------------------------- within

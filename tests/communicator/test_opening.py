@@ -1,0 +1,95 @@
+"""An ``open`` that is cancelled or fails gives back everything it has made."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from eplb_async.communicator import AsyncEplbCommunicator
+from eplb_async.core.placement import Placement
+from eplb_async.engine import LoopEngine
+from eplb_async.errors import HandshakeError
+from eplb_async.settings import Settings
+from eplb_async.testing import Life, MemoryFabric, run
+from eplb_async.testing.cluster import LocalCluster
+from eplb_async.testing.patterns import PatternWeights
+
+ONE = Placement([[0, 1]], ep_size=1)
+SETTINGS = Settings(secret=b"s" * 16)
+
+
+@pytest.mark.parametrize("turns", [*range(40), 60, 100])
+def test_a_cancel_after_any_turn_leaves_no_agent(turns: int) -> None:
+    """On an engine that others use too: cancelled before, while or right after it opened."""
+    fabric = MemoryFabric()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        cluster = LocalCluster(ONE, fabric=fabric)
+        rows = PatternWeights(ONE, 0, (64,))
+        task: asyncio.Future[AsyncEplbCommunicator] = asyncio.ensure_future(
+            _open(rows, cluster.rendezvous, LoopEngine(loop), fabric)
+        )
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await task.result().aclose()
+        await asyncio.sleep(1.0)
+        assert [name for name in fabric.agents if fabric.life(name) is not Life.DEAD] == []
+
+    run(main())
+
+
+async def _open(
+    rows: PatternWeights, rendezvous: object, engine: LoopEngine, fabric: MemoryFabric
+) -> AsyncEplbCommunicator:
+    return await AsyncEplbCommunicator.open(
+        rank=0,
+        ep_size=1,
+        weights=rows.layers,
+        placement=ONE,
+        rendezvous=rendezvous,
+        settings=SETTINGS,
+        engine=engine,
+        native=fabric.native,
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_host_gives_its_port_back() -> None:
+    """tcp:// rank 0, cancelled while it waits for the others: the port is free again soon."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    placement = Placement([[0, 1]], ep_size=2)
+    rows = PatternWeights(placement, 0, (64,))
+
+    async def attempt(timeout: float) -> AsyncEplbCommunicator:
+        return await AsyncEplbCommunicator.open(
+            rank=0,
+            ep_size=2,
+            weights=rows.layers,
+            placement=placement,
+            rendezvous=url,
+            settings=SETTINGS,
+            timeout=timeout,
+            native=MemoryFabric(clock=asyncio.get_running_loop().time).native,
+        )
+
+    for delay in (0.0, 0.01, 0.3):
+        task = asyncio.ensure_future(attempt(20.0))
+        await asyncio.sleep(delay)
+        task.cancel()
+        await asyncio.wait([task])
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await attempt(0.4)
+                except HandshakeError as error:
+                    if "rank 1" in str(error):
+                        break  # it hosted again, and rank 1 is not there
+                await asyncio.sleep(0.05)
