@@ -99,6 +99,8 @@ class Coordinator:
     joins: dict[int, Join] = field(default_factory=dict)
     joined: int = 0
     ballot: Ballot | None = None
+    decided: Ballot | None = None
+    """The ballot before: over, and final in this term."""
 
     @property
     def missing(self) -> int:
@@ -147,6 +149,9 @@ class Coordinator:
         elif not self._is_stale(sender, attempt):  # it overtook its JOIN
             self.last_attempt[sender] = attempt
             yield from self._end({sender: attempt}, sender, message.reason)
+        elif self.decided is not None and self.decided.attempts.get(sender) == attempt:
+            # It has not heard how that epoch ended: the message was lost, or crosses this one.
+            yield from self._say_end(self.decided, {sender: attempt}, -1, "the epoch was over already")
         else:
             raise Ignored("stale")
 
@@ -164,7 +169,7 @@ class Coordinator:
         if not ballot.vote(message.sender, message.upto, message.holds):
             return
         if ballot.complete:
-            self.ballot = None
+            self.ballot, self.decided = None, ballot
         commit = Commit(term=self.term, epoch=ballot.epoch, sender=self.rank, upto=ballot.upto, at=ballot.at)
         for rank in ballot.attempts:
             yield rank, commit
@@ -176,6 +181,7 @@ class Coordinator:
             tuple(sorted(self.last_attempt.items())),
             tuple(sorted(self.joins.items(), key=lambda item: item[0])),
             self.ballot and self.ballot.freeze(),
+            self.decided and (self.decided.epoch, tuple(sorted(self.decided.attempts.items())), self.decided.upto),
         )
 
     def _is_stale(self, rank: int, attempt: int) -> bool:
@@ -201,7 +207,11 @@ class Coordinator:
     def _end_ballot(self, origin: int, reason: str) -> Sends:
         ballot, self.ballot = self.ballot, None
         if ballot is not None:
-            yield from self._end(ballot.attempts, origin, reason, epoch=ballot.epoch, upto=ballot.upto, at=ballot.at)
+            self.decided = ballot
+            yield from self._say_end(ballot, ballot.attempts, origin, reason)
+
+    def _say_end(self, ballot: Ballot, attempts: dict[int, int], origin: int, reason: str) -> Sends:
+        yield from self._end(attempts, origin, reason, epoch=ballot.epoch, upto=ballot.upto, at=ballot.at)
 
     def _end(
         self,

@@ -13,7 +13,8 @@ An epoch:
     was promised or the end was asked for.
 4.  All have prepared a layer: COMMIT. Each rank applies it on COMMIT, END or INSTALL and on nothing else.
 5.  A rank that wants out sends ABORT?. With a vote outstanding it waits for END or a new view; without one it
-    leaves at once. END says the last layer committed; all end exactly there.
+    leaves at once. END says the last layer committed; all end exactly there. Who waits asks again with its pings,
+    and an ABORT? of the epoch before is answered with how that ended: either message may have been lost.
 
 A member is gone:
 
@@ -248,25 +249,25 @@ class Protocol(Member):
         part, view = self._part, self._view
         if not part.active or part.asked is not None:
             return
-        part.asked = clip(reason)
+        part.asked = reason = clip(reason)
         if part.bound or self._lead is not None:
             part.deadline = self._now + self.settle_timeout
         else:
-            self._finish(self.rank, part.asked)
+            self._finish(self.rank, reason)
         if view.settled:
-            self._send(
-                view.coordinator,
-                messages.AbortRequest(
-                    term=view.installed,
-                    epoch=part.epoch,
-                    attempt=part.attempt,
-                    sender=self.rank,
-                    reason=clip(reason),
-                ),
-            )
+            self._ask_out(reason)
         elif not part.bound:
-            self._finish(self.rank, clip(reason))
+            self._finish(self.rank, reason)
         self._doubt_without_majority()
+
+    def _ask_out(self, reason: str) -> None:
+        part, view = self._part, self._view
+        self._send(
+            view.coordinator,
+            messages.AbortRequest(
+                term=view.installed, epoch=part.epoch, attempt=part.attempt, sender=self.rank, reason=reason
+            ),
+        )
 
     def _close(self) -> None:
         view = self._view
@@ -309,6 +310,8 @@ class Protocol(Member):
             )
             for rank in each(self._waited()):
                 self._send(rank, ping)
+            if part.active and part.asked is not None and view.settled and self._lead is None:
+                self._ask_out(part.asked)  # asked again: the first, or its answer, may be lost
 
     def _doubt(self, why: str) -> None:
         """Rule 9: says once that it does not know."""

@@ -531,7 +531,7 @@ def test_silence_after_giving_up_is_doubt_and_the_end_resolves_it() -> None:
     protocol.handle(events.GiveUp("cancelled"), 0.0)
     assert protocol.prepared == 1
     pings = protocol.handle(events.Tick(), 1.0)
-    assert [type(c.message) for c in pings if isinstance(c, events.Send)] == [messages.Ping]
+    assert [type(c.message) for c in pings if isinstance(c, events.Send)] == [messages.Ping, messages.AbortRequest]
     late = protocol.handle(events.Tick(), 5.0)
     (doubt,) = [command for command in late if isinstance(command, events.InDoubt)]
     assert "within 5 s" in doubt.reason
