@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
 import uvloop
+from blockbuster import blockbuster_ctx
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[None]:
+    """What this library calls on a loop may not block it (I-1); native calls are checked by thread and by lag."""
+    with blockbuster_ctx("eplb_async") as blocking:
+        # Starting a thread, and joining one that has said that it ends, take microseconds.
+        for function in blocking.functions.values():
+            function.can_block_in("eplb_async/engine.py", {"__init__", "astop"})
+            function.can_block_in("eplb_async/threads.py", {"submit"})
+        yield

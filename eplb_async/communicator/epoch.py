@@ -215,7 +215,7 @@ class EpochRun:
     def _post_batch(self, job: LayerJob, batch: Batch, memory: str) -> None:
         source = self._sources[batch.source]
         theirs_at = source.layout.layers[job.layer]
-        used = np.unique(batch.tensor).tolist()
+        used = sorted(set(batch.tensor.tolist()))
         remote_memory = {memory_of(theirs_at[tensor].spec.device) for tensor in used}
         if len(remote_memory) != 1:
             raise TransferError(f"rank {source.rank} keeps tensors of layer {job.layer} on unlike devices")
@@ -233,7 +233,7 @@ class EpochRun:
             remote[mine, 2] = device_index(place.spec.device)
         local[:, 1] = remote[:, 1] = batch.length
         now = self._engine.loop.time()
-        experts = tuple(job.moves[i].expert for i in np.unique(batch.move).tolist())
+        experts = tuple(job.moves[i].expert for i in sorted(set(batch.move.tolist())))
         try:
             transfer = self._endpoint.post(
                 local,

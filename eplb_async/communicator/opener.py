@@ -85,8 +85,9 @@ class Opener:
                 executor=inline,
             )
             incarnation = joined.incarnation << GENERATION_BITS
+            node = self.node if self.node is not None else await engine.offload(_boot_id)
             made.session = Session(
-                Identity(self.rank, self.ep_size, self.group, self.node or _boot_id(), incarnation),
+                Identity(self.rank, self.ep_size, self.group, node, incarnation),
                 engine=engine,
                 settings=self.settings,
                 key=joined.key,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
 from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import HandshakeError
+from eplb_async.errors import EplbError, HandshakeError
 from eplb_async.settings import Settings
 from eplb_async.testing import Life, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
@@ -57,6 +60,36 @@ async def _open(
         engine=engine,
         native=fabric.native,
     )
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_blocking")
+async def test_i1_no_call_blocks_the_users_loop(tmp_path: Path) -> None:
+    """Open, migrate, cancel, rebind and close on real engine threads; blockbuster watches both kinds of loop."""
+    old, new = Placement([[0, 1]] * 2, ep_size=2), Placement([[1, 0]] * 2, ep_size=2)
+    fabric = MemoryFabric(clock=time.monotonic)
+    rows = [PatternWeights(old, rank, (100_000,)) for rank in range(2)]
+
+    async def serve(rank: int) -> None:
+        async with AsyncEplbCommunicator.open(
+            rank=rank,
+            ep_size=2,
+            weights=rows[rank].layers,
+            placement=old,
+            rendezvous=f"file://{tmp_path}/rendezvous",
+            settings=SETTINGS,
+            native=fabric.native,
+        ) as comm:
+            await comm.migrate(new, timeout=20)
+            assert comm.health().phase in ("idle", "settling")
+            task = asyncio.ensure_future(comm.migrate(old, timeout=20))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            with contextlib.suppress(EplbError):
+                await comm.migrate(old, timeout=20)
+
+    await asyncio.gather(serve(0), serve(1))
 
 
 @pytest.mark.asyncio
