@@ -803,7 +803,7 @@ async def a_cancelled_close_goes_on(world: World) -> None:
                 await reading
             while any(t.name.endswith(agent.name) for t in threading.enumerate()):
                 await asyncio.sleep(0.005)
-            while not agent._endpoint.closed:
-                await asyncio.sleep(0.005)
+            await agent.aclose()  # a second call waits for the end of the first
+            assert agent._endpoint.closed
     finally:
         world.resume()
