@@ -234,10 +234,14 @@ def test_a_blocked_user_loop_does_not_hold_up_its_peers(start: Start, blocked: i
         current, target = target, current
         return float(reports[1]["seconds"]["total"] - reports[1]["seconds"]["join"])
 
-    free = sorted(seconds() for _ in range(6))[2]
-    ranks.send(blocked, "block", 0.2, 60)
-    time.sleep(0.1)
-    slowed = sorted(seconds() for _ in range(6))[2]
-    assert ranks.receive(blocked) is None
-    assert slowed <= 1.3 * free + 0.02
+    for _ in range(3):  # a noisy neighbour earns another try
+        free = sorted(seconds() for _ in range(6))[2]
+        ranks.send(blocked, "block", 0.2, 25)
+        time.sleep(0.1)
+        slowed = sorted(seconds() for _ in range(6))[2]
+        assert ranks.receive(blocked) is None
+        if slowed <= 1.3 * free:
+            break
+    print(f"blocked / free: {slowed / free:.2f}")
+    assert slowed <= 1.3 * free
     assert ranks.all("check", current) == [0, 0]
