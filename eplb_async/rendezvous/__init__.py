@@ -1,7 +1,7 @@
 """How ranks find each other: a store that all reach, and the sealed introductions they leave in it."""
 
 from eplb_async.rendezvous.base import Rendezvous
-from eplb_async.rendezvous.blob import BlobError, Extent, Introduction, open_sealed, seal
+from eplb_async.rendezvous.blob import BlobError, Introduction, open_sealed, seal
 from eplb_async.rendezvous.exchange import exchange
 from eplb_async.rendezvous.file import FileRendezvous
 from eplb_async.rendezvous.keys import Joined, derive_key, job_key, join, next_incarnation
@@ -10,7 +10,6 @@ from eplb_async.rendezvous.store import StoreRendezvous, TcpRendezvous
 
 __all__ = [
     "BlobError",
-    "Extent",
     "FileRendezvous",
     "Introduction",
     "Joined",

@@ -28,7 +28,6 @@ _HEADER = struct.Struct(">4sHI")
 _MAC_SIZE = hashlib.sha256().digest_size
 _MAX_RANKS = 1 << 16
 _MAX_TEXT = 256
-_MAX_EXTENTS = 1 << 16
 _MAX_DEPTH = 8
 _DIGEST_SIZES = range(8, 65)
 _SPACE = 1 << 63
@@ -38,24 +37,6 @@ T = TypeVar("T")
 
 class BlobError(ValueError):
     """An introduction is refused; the message is a short reason that fits behind "rank 3: "."""
-
-
-class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One registered range of memory.
-
-    Attributes:
-        name: Its name.
-        address: First byte.
-        length: Bytes.
-        device: Kind of memory, as NIXL names it, e.g. ``"DRAM"`` or ``"VRAM"``.
-        device_index: Which device.
-    """
-
-    name: str
-    address: int
-    length: int
-    device: str
-    device_index: int = 0
 
 
 class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,9 +52,6 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         layout: Where its rows are, as nested lists; opaque here, checked by the caller.
         placement_digest: Digest of the placement it was opened with.
         node: Host label.
-        extents: Registered ranges.
-        tables: Where its entry tables are, as nested lists; opaque here.
-        plan_digest: Digest of what else its plans depend on; empty where nothing does.
     """
 
     group: str
@@ -85,9 +63,6 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layout: Any
     placement_digest: bytes
     node: str = ""
-    extents: list[Extent] = []
-    tables: list[Any] = []
-    plan_digest: bytes = b""
 
     def __repr__(self) -> str:
         return (
@@ -211,25 +186,8 @@ def _problems(intro: Introduction) -> Iterator[str]:
         yield "no NIXL metadata"
     if len(intro.placement_digest) not in _DIGEST_SIZES:
         yield f"placement digest of {len(intro.placement_digest)} bytes"
-    if intro.plan_digest and len(intro.plan_digest) not in _DIGEST_SIZES:
-        yield f"plan digest of {len(intro.plan_digest)} bytes"
-    if len(intro.extents) > _MAX_EXTENTS:
-        yield f"{len(intro.extents)} extents, {_MAX_EXTENTS} are allowed"
-    for extent in intro.extents:
-        yield from _extent_problems(extent)
-    for what in ("layout", "tables"):
-        if not _is_plain(getattr(intro, what)):
-            yield f"{what} is not nested lists of numbers and text, at most {_MAX_DEPTH} deep"
-
-
-def _extent_problems(extent: Extent) -> Iterator[str]:
-    name = extent.name[:_MAX_TEXT]
-    if not 0 < len(extent.name) <= _MAX_TEXT:
-        yield f"an extent's name of {len(extent.name)} characters"
-    if extent.address <= 0 or extent.length <= 0 or extent.address + extent.length > _SPACE:
-        yield f"extent {name!r} at {extent.address:#x}, {extent.length} bytes"
-    if not 0 < len(extent.device) <= _MAX_TEXT or not 0 <= extent.device_index < _MAX_RANKS:
-        yield f"extent {name!r} on device {extent.device[:_MAX_TEXT]!r} {extent.device_index}"
+    if not _is_plain(intro.layout):
+        yield f"layout is not nested lists of numbers and text, at most {_MAX_DEPTH} deep"
 
 
 def _is_plain(value: object, depth: int = 0) -> bool:
