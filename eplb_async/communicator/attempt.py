@@ -47,7 +47,8 @@ class Attempt:
         self._endpoint = endpoint
         self._make_run = make_run
         self._planned = planned_seconds
-        self._joined = self._begun = self._moved = loop.time()
+        self._joined = self._moved = loop.time()
+        self._begun: float | None = None
         self._polls = endpoint.native.polls
 
     def begin(self, epoch: int, members: frozenset[int]) -> None:
@@ -59,8 +60,6 @@ class Attempt:
     async def finish(self, ended: Ended) -> None:
         """The epoch is over here: see it through, then say so."""
         self._moved = self._loop.time()
-        if self._begun == self._joined:
-            self._begun = self._moved
         if self.run is not None:
             try:
                 await self.run.finish(ended.committed)
@@ -80,6 +79,7 @@ class Attempt:
 
     def _report(self, ended: Ended) -> MigrationReport:
         now = self._loop.time()
+        begun = self._moved if self._begun is None else self._begun
         traffic: Any = self.run.traffic if self.run is not None else None
         rates = {
             rank: nbytes / (last - first) / 1e9 if last > first else 0.0
@@ -93,8 +93,8 @@ class Attempt:
             reads=traffic.reads if traffic else 0,
             seconds={
                 "plan": self._planned,
-                "join": self._begun - self._joined,
-                "move": self._moved - self._begun,
+                "join": begun - self._joined,
+                "move": self._moved - begun,
                 "apply": now - self._moved,
                 "total": self._planned + now - self._joined,
             },

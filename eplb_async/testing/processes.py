@@ -185,6 +185,7 @@ class _Rank:
         self.pointers = self.rows.pointers()
         self.comm: AsyncEplbCommunicator | None = None
         self.running: asyncio.Task[Any] | None = None
+        self.blocking: asyncio.Future[None] | None = None
 
     @property
     def opened(self) -> AsyncEplbCommunicator:
@@ -254,11 +255,20 @@ class _Rank:
     async def exclude(self, rank: int) -> None:
         await self.opened.exclude(rank)
 
-    async def block(self, seconds: float, times: int) -> None:
-        """Block the user's loop, again and again, as a server's forward passes do."""
-        for _ in range(times):
-            time.sleep(seconds)  # noqa: ASYNC251
-            await asyncio.sleep(0.001)
+    async def block(self, seconds: float) -> None:
+        """Block the user's loop, again and again, as a server's forward passes do, until :meth:`unblock`."""
+
+        async def forward_passes() -> None:
+            while True:
+                time.sleep(seconds)  # noqa: ASYNC251
+                await asyncio.sleep(0.001)
+
+        self.blocking = asyncio.ensure_future(forward_passes())
+
+    async def unblock(self) -> None:
+        """End :meth:`block`."""
+        assert self.blocking is not None
+        self.blocking.cancel()
 
     async def move_weights(self) -> None:
         """Give the first tensor new storage, as a reload does."""

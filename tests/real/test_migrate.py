@@ -59,6 +59,7 @@ def test_one_read_per_expert_then_local_copies(start: Start) -> None:
     new = Placement([[2, 2, 0, 1]], ep_size=2)
     ranks = start(old, row_bytes=(4096,), settings={"verify": "off"})
     reports = ranks.all("migrate", new, 60.0)
+    assert all(set(report["seconds"]) == {"plan", "join", "move", "apply", "total"} for report in reports)
     assert [report["bytes_read"] for report in reports] == [4096, 4096]
     assert [report["bytes_copied"] for report in reports] == [8192, 8192]
     assert ranks.all("check", new) == [0, 0]
