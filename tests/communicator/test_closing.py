@@ -147,3 +147,17 @@ def test_an_error_that_cannot_say_what_it_is_still_ends_the_epoch() -> None:
             assert isinstance(one, EplbError)
 
     run(main())
+
+
+@pytest.mark.parametrize("rank", [True, 1.0, "1", -1, 0, 2])
+def test_excluding_what_is_no_other_rank_is_refused_and_changes_nothing(rank: int) -> None:
+    """``True`` is not rank 1; nor is this rank itself, nor one that the group does not have."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            with pytest.raises(ValueError, match="not another rank"):
+                await cluster.comms[0].exclude(rank)
+            reports = await cluster.migrate(NEW)
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+
+    run(main())
