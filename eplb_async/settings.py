@@ -49,7 +49,8 @@ class Settings:
         max_blob_bytes: Largest metadata blob accepted from a peer.
         hot_seconds: How long the poller laps without a pause after it last saw progress.
         max_pause: Longest pause between laps while something is in flight or served; half of it at first.
-        idle_tick: Pause between laps while nothing is in flight and nobody is served.
+        idle_tick: Longest pause between laps while nothing is in flight and nobody is served. The pause grows with
+            the quiet: it doubles from ``max_pause`` up to this.
         migrate_timeout: Deadline of ``migrate`` where the caller gives none.
         read_timeout: Deadline of ``read`` where the caller gives none.
         peer_timeout: Deadline for each peer's introduction in ``open`` where the caller gives none.
@@ -73,7 +74,7 @@ class Settings:
     max_blob_bytes: int = 4 * _MIB
     hot_seconds: float = 0.002
     max_pause: float = 0.002
-    idle_tick: float = 0.2
+    idle_tick: float = 2.0
     migrate_timeout: float = 120.0
     read_timeout: float = 30.0
     peer_timeout: float = 60.0

@@ -17,7 +17,7 @@ from eplb_async.settings import Settings
 from eplb_async.weights import ExpertWeights, Staging
 
 _log = logging.getLogger("eplb_async.communicator")
-_MEET_SECONDS = 2.0
+_MEET_SECONDS = 1.0  # and two idle ticks, in which a member looks for messages
 
 
 class Agents:
@@ -122,7 +122,8 @@ class Agents:
         try:
             awaited = [member for member in known if member.rank in self._driver.protocol.members]
             with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
-                silent = await self._introducer.announce(introduction, awaited, _MEET_SECONDS)
+                patience = _MEET_SECONDS + 2 * self._settings.idle_tick
+                silent = await self._introducer.announce(introduction, awaited, patience)
                 for member in known:
                     if member not in awaited:
                         self._driver.send(member.rank, introduction)

@@ -25,7 +25,6 @@ from eplb_async.settings import Settings, seconds
 from eplb_async.weights import ExpertWeights, WeightsLike
 
 _log = logging.getLogger("eplb_async.communicator")
-_WATCH_SECONDS = 1.0
 
 
 class AsyncEplbCommunicator:

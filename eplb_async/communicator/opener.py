@@ -24,7 +24,7 @@ from eplb_async.threads import Inline
 from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
 
 _log = logging.getLogger("eplb_async.communicator")
-_WATCH_SECONDS = 1.0
+_WATCH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

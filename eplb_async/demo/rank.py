@@ -18,7 +18,7 @@ from eplb_async.rendezvous import TcpRendezvous
 from eplb_async.settings import Settings
 from eplb_async.testing.placements import random_placement
 
-_IDLE_SECONDS = 2.0
+_SETTLE_SECONDS, _IDLE_SECONDS = 4.5, 8.0  # the idle pause doubles up to two seconds
 _TICK = 0.001
 
 
@@ -155,6 +155,7 @@ async def _run(rank: int, work: Work, pipe: Connection) -> None:
             await _told(pipe)
             pipe.send(await _round(comm, rows, placement))
         await _told(pipe)
+        await asyncio.sleep(_SETTLE_SECONDS)
         cpu, wall = time.process_time(), time.perf_counter()
         await asyncio.sleep(_IDLE_SECONDS)
         pipe.send((time.process_time() - cpu) / (time.perf_counter() - wall))

@@ -189,7 +189,7 @@ class AsyncNixlAgent:
         """Yield (peer name, message) as they come; one iterator at a time.
 
         The newest ``settings.max_queued_notifications`` are kept; what was dropped is in :attr:`dropped`.
-        Outside :meth:`serving` they are looked for every ``settings.idle_tick`` seconds.
+        Outside :meth:`serving` they are looked for after pauses that grow to ``settings.idle_tick`` seconds.
 
         Raises:
             CommunicatorBusy: Another iterator is running.

@@ -172,11 +172,13 @@ class Endpoint:
 
     async def drained(self, timeout: float, *, of: Callable[[Transfer], bool] = lambda _: True) -> bool:
         """Wait until no transfer that ``of`` selects is left; returns whether that happened in time."""
-        return await self._flights.drained(timeout, of=of)
+        with self.serving():  # somebody waits: look often
+            return await self._flights.drained(timeout, of=of)
 
     async def released(self, wanted: Intervals, timeout: float) -> bool:
         """Wait until nobody holds a lease that overlaps; returns whether that happened in time."""
-        return await self._flights.released(wanted, timeout)
+        with self.serving():
+            return await self._flights.released(wanted, timeout)
 
     def end_lease(self, owner: object) -> None:
         """End the lease of ``owner``."""

@@ -2,7 +2,8 @@
 
 NIXL offers neither callback nor file descriptor (NIXL.md, 1), so somebody must ask. The poller is a task of the
 engine loop: no pause while it sees progress, short pauses while something is in flight or somebody may read
-from us (a source must make progress too: NIXL.md, 8), a slow tick otherwise.
+from us (a source must make progress too: NIXL.md, 8). Otherwise a pause as long as the quiet before it, up to a slow
+tick: what is rare waits longest, and a wake costs far more than the lap (3-6 ms of thread time on a virtual machine).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Pacing:
         if look_again or quiet < self._settings.hot_seconds:
             pause = 0.0
         elif not active:
-            pause = self._settings.idle_tick
+            pause = min(self._settings.idle_tick, max(self._settings.max_pause, quiet))
         else:
             pause = self._settings.max_pause / (2 if quiet < _SHORTER_SECONDS else 1)
         self._paused = pause > 0

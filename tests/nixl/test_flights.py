@@ -52,6 +52,25 @@ def test_no_pause_is_longer_than_max_pause() -> None:
     assert pauses == [0.0, 0.001, 0.001, 0.002, 0.002]
 
 
+def test_idle_pauses_are_as_long_as_the_quiet_up_to_the_idle_tick() -> None:
+    """Soon after something happened an idle agent looks often, then ever more rarely; anything seen starts anew."""
+    pacing = Pacing(Settings(hot_seconds=0.002, max_pause=0.002, idle_tick=1.0))
+    pacing.after(0.0, progress=Progress.SURE, active=False)
+    pauses = [pacing.after(now, progress=Progress.NONE, active=False) for now in (0.001, 0.002, 0.1, 0.5, 3.0, 60.0)]
+    assert pauses == [0.0, 0.002, 0.1, 0.5, 1.0, 1.0]
+    assert pacing.after(61.0, progress=Progress.SURE, active=False) == 0.0
+    assert pacing.after(61.01, progress=Progress.NONE, active=False) == pytest.approx(0.01)
+
+
+def test_a_minute_of_idling_takes_few_laps() -> None:
+    """Once a second, and a handful before that."""
+    pacing, now, laps = Pacing(Settings()), 0.0, 0
+    while now < 60:
+        now += pacing.after(now, progress=Progress.NONE, active=False) or 0.0005
+        laps += 1
+    assert laps < 60 + 20
+
+
 class Registry:
     """As much of a native agent as memory needs."""
 
