@@ -164,7 +164,7 @@ class Driver:
             self.endpoint.notify(member.peer, self._codec.encode(filled))
         except NixlPeerDisconnected:
             self.disconnected(member.peer.name)
-        except NixlTransferFailed as error:
+        except (NixlTransferFailed, WireError) as error:
             self.dropped["unsendable"] += 1
             self.last_error = str(error)
             _log.warning("cannot send %s to rank %d: %s", type(message).__name__, to, error)

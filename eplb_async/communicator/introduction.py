@@ -13,6 +13,8 @@ from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.core import messages
 from eplb_async.core.layout import Layout, compare
+from eplb_async.core.text import one_line
+from eplb_async.core.wire import MAX_BLOB
 from eplb_async.errors import CommunicatorBusy, HandshakeError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.rendezvous.blob import BlobError, Introduction, open_sealed, seal
@@ -55,8 +57,15 @@ class Introducer:
         driver.on_introduction = self._on_message
 
     def introduction(self, me: Identity, endpoint: Endpoint) -> messages.Introduce:
-        """The message that introduces an incarnation of this rank to members."""
-        return messages.Introduce(blob=self.blob(endpoint, me))
+        """The message that introduces an incarnation of this rank to members.
+
+        Raises:
+            HandshakeError: This rank has more to say of itself than a message holds.
+        """
+        blob = self.blob(endpoint, me)
+        if len(blob) > MAX_BLOB:
+            raise HandshakeError(f"this rank's introduction has {len(blob)} bytes; a message holds {MAX_BLOB}")
+        return messages.Introduce(blob=blob)
 
     def blob(self, endpoint: Endpoint, me: Identity) -> bytes:
         """This rank's sealed introduction."""
@@ -75,8 +84,17 @@ class Introducer:
             self._key,
         )
 
-    def admit(self, rank: int, blob: bytes, endpoint: Endpoint, *, newer_than: int = -1) -> Member:
+    def admit(
+        self, rank: int, blob: bytes, endpoint: Endpoint, *, newer_than: int = -1, incarnation: int | None = None
+    ) -> Member:
         """Check a rank's blob and add its agent.
+
+        Args:
+            rank: Rank that it must name.
+            blob: Its sealed introduction.
+            endpoint: Our agent.
+            newer_than: Incarnation that it must exceed.
+            incarnation: Incarnation that it must name, or None for any.
 
         Raises:
             HandshakeError: The blob is bad, or the rank's layout or placement is not ours; says how.
@@ -97,6 +115,8 @@ class Introducer:
             raise HandshakeError(f"rank {rank}: {error}") from error
         except ValueError as error:
             raise HandshakeError(f"rank {rank}: its layout is refused: {error}") from error
+        if incarnation is not None and intro.incarnation != incarnation:
+            raise HandshakeError(f"rank {rank}: incarnation {incarnation:x} brought the introduction of another one")
         if differences := compare(self.layout, layout):
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
             raise HandshakeError(f"rank {rank} has another layout: {'; '.join(differences[:_SHOWN])}{more}")
@@ -165,10 +185,17 @@ class Introducer:
             return
         if message.sender_incarnation != known.incarnation:  # else told again: it missed our Hello
             try:
-                known = self.admit(message.sender, message.blob, endpoint, newer_than=known.incarnation)
-            except HandshakeError as error:
-                self._driver.dropped["bad introduction"] += 1
-                _log.warning("introduction refused: %s", error)
+                known = self.admit(
+                    message.sender,
+                    message.blob,
+                    endpoint,
+                    newer_than=known.incarnation,
+                    incarnation=message.sender_incarnation,
+                )
+            except (HandshakeError, CommunicatorBusy) as error:
+                refused = self._driver.dropped["bad introduction"] = self._driver.dropped["bad introduction"] + 1
+                if refused & (refused - 1) == 0:  # the 1st, 2nd, 4th, …: who sends many does not fill the log
+                    _log.warning("introduction refused: %s (%d so far)", one_line(str(error)), refused)
                 return
             if self._announced is not None and not self._has_met(known):
                 self._driver.send(message.sender, self._announced)

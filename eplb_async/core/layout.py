@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _MAX_ROWS = 1 << 20
 _MAX_DIMS = 64
 _MAX_TEXT = 256
 _END = 1 << 63
+_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _AGREED = ("name", "row_bytes", "row_shape", "element_strides", "dtype", "num_rows")
 
 
@@ -172,6 +174,7 @@ def _fault(place: TensorPlace) -> str:
     spec = place.spec
     end = place.address + (spec.num_rows - 1) * spec.row_stride + spec.row_bytes
     rules = (
+        (_DEVICE.fullmatch(spec.device) is not None, f"device {spec.device!r} is not one"),
         (1 <= spec.num_rows <= _MAX_ROWS, f"num_rows {spec.num_rows} is outside [1, {_MAX_ROWS}]"),
         (spec.row_bytes >= 0, f"row_bytes {spec.row_bytes} is negative"),
         (

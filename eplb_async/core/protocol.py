@@ -53,6 +53,9 @@ from eplb_async.core.messages import Message, Steps
 from eplb_async.core.transitions import check_move
 from eplb_async.core.views import Contradiction, Ignored, bit, clip, each, names
 
+_LEAP = 1 << 40
+"""No term or epoch of a peer is that far ahead of ours; one that says so is wrong, and must not be counted on from."""
+
 
 class Protocol(Member):
     """One rank's state machine.
@@ -343,6 +346,8 @@ class Protocol(Member):
                     raise Ignored("over")
                 case _ if not 0 <= sender < view.ep_size:
                     raise Ignored("foreign")
+                case _ if self._leaps(message):
+                    raise Ignored("leap")
                 case messages.View():
                     self._on_view(message)
                 case messages.State():
@@ -375,6 +380,19 @@ class Protocol(Member):
                     raise Ignored("foreign")
         except Ignored as ignored:
             self.dropped[ignored.why] += 1  # I-8: counted, and nothing else
+
+    def _leaps(self, message: Message) -> bool:
+        """Whether a term or epoch is further ahead than any group gets: counted on from, it would be the last."""
+        terms, epochs = [message.term], [message.epoch]
+        match message:
+            case messages.Join():
+                epochs.append(message.last_epoch)
+            case messages.State():
+                terms.append(message.installed_term)
+                epochs += (message.last_epoch, message.highest_epoch)
+            case messages.Install():
+                epochs.append(message.next_epoch)
+        return max(terms) > self._view.promised + _LEAP or max(epochs) > self._part.epoch + _LEAP
 
     def _on_ping(self, message: messages.Ping) -> None:
         view = self._view

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from eplb_async.core.messages import State, Steps
+from eplb_async.core.text import one_line
 
 MAX_REASON = 400
 """Bytes of a reason that are sent; the rest is cut."""
@@ -61,8 +62,8 @@ def names(ranks: int, most: int = 8) -> str:
 
 
 def clip(reason: str) -> str:
-    """Cuts a reason to what a message may carry, and makes it UTF-8."""
-    data = reason.encode(errors="replace")
+    """Cuts a reason to what a message may carry, and makes it one line of UTF-8."""
+    data = one_line(reason).encode(errors="replace")
     if len(data) <= MAX_REASON:
         return data.decode()
     return data[: MAX_REASON - 3].decode(errors="ignore") + "…"

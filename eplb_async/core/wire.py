@@ -19,6 +19,7 @@ from typing import Any
 
 from eplb_async.core import messages
 from eplb_async.core.messages import Message
+from eplb_async.core.text import is_one_line
 
 VERSION = 1
 MAGIC = b"EPLB"
@@ -29,7 +30,8 @@ MAX_BLOB = 1 << 20
 MAX_RANKS = 4096
 MAX_LAYERS = 4096
 MAX_COUNTER = (1 << 62) - 1
-"""Terms, epochs and attempts that are accepted: whatever is counted up from one still fits its 64 bits."""
+"""Terms, epochs and attempts that are accepted: whatever is counted up from one can still be sent."""
+_MAX_SENT = 2 * MAX_COUNTER
 
 _HEADER = struct.Struct("!4sBBHQQQQQ")
 _U8, _U16, _U32, _U64, _I32 = (
@@ -135,7 +137,7 @@ class Codec:
         numbers = (message.term, message.epoch, message.attempt)
         incarnations = (message.sender_incarnation, message.receiver_incarnation)
         for number in numbers:
-            _check_range("counter", number, 2 * MAX_COUNTER)
+            _check_range("counter", number, _MAX_SENT)
         for incarnation in incarnations:
             _check_range("incarnation", incarnation, (1 << 64) - 1)
         parts = [_HEADER.pack(MAGIC, VERSION, kind, message.sender, *numbers, *incarnations)]
@@ -219,7 +221,7 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
     flag = _number(_U8, "flag", 1)
     upto = _number(_U32, "upto", num_layers)
     origin = _number(_I32, "origin", ep_size - 1, -1)
-    counter = _number(_U64, "counter", MAX_COUNTER)
+    counter = _number(_U64, "counter", MAX_COUNTER, most_sent=_MAX_SENT)
     ranks, steps = _bitset(ep_size), _steps(num_layers)
     boolean = _Form(lambda value: flag.pack(int(value)), lambda reader: bool(flag.read(reader)), flag.size)
     text = _text(MAX_REASON)
@@ -251,9 +253,9 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
     return {make: (kind, list(bodies.get(make, {}).items())) for kind, make in enumerate(_KINDS)}
 
 
-def _number(form: struct.Struct, name: str, most: int, least: int = 0) -> _Form:
+def _number(form: struct.Struct, name: str, most: int, least: int = 0, *, most_sent: int | None = None) -> _Form:
     return _Form(
-        lambda value: form.pack(_check_range(name, value, most, least)),
+        lambda value: form.pack(_check_range(name, value, most if most_sent is None else most_sent, least)),
         lambda reader: _check_range(name, reader.number(form), most, least),
         form.size,
     )
@@ -298,16 +300,21 @@ def _blob(most: int) -> _Form:
 
 
 def _text(most: int) -> _Form:
+    def check(value: str) -> str:
+        if not is_one_line(value):
+            raise WireError("text", "a reason that is not one line")
+        return value
+
     def pack(value: str) -> bytes:
         try:
-            data = value.encode()
+            data = check(value).encode()
         except UnicodeEncodeError:
             raise WireError("text", "a reason that is no UTF-8") from None
         return _U16.pack(_check_range("length", len(data), most)) + data
 
     def read(reader: _Reader) -> str:
         try:
-            return reader.take(_check_range("length", reader.number(_U16), most)).decode()
+            return check(reader.take(_check_range("length", reader.number(_U16), most)).decode())
         except UnicodeDecodeError:
             raise WireError("text", "a reason that is no UTF-8") from None
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from eplb_async.core.text import is_one_line, one_line
 from eplb_async.errors import HandshakeError
 from eplb_async.nixl.native import Extent
 
@@ -77,9 +78,11 @@ def unseal(blob: bytes, key: bytes, *, limit: int) -> Card:
     try:
         card = msgspec.msgpack.decode(payload, type=Card)
     except msgspec.MsgspecError as error:
-        raise HandshakeError(f"metadata blob refused: {error}") from error
+        raise HandshakeError(f"metadata blob refused: {one_line(str(error))}") from error
     if card.version != _VERSION:
         raise HandshakeError(f"metadata blob refused: card version {card.version}, this is {_VERSION}")
+    if not is_one_line(card.name):
+        raise HandshakeError(f"metadata blob refused: agent name {card.name!r} is not one line")
     for extent in card.extents():
         if extent.row_stride < extent.row_bytes or extent.end >= 1 << 63:
             raise HandshakeError(f"metadata blob refused: region {extent.name!r} is out of range")

@@ -15,9 +15,12 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
+
+from eplb_async.core.text import is_one_line, one_line
 
 MAX_BLOB_BYTES = 4 << 20
 VERSION = 1
@@ -28,11 +31,18 @@ _HEADER = struct.Struct(">4sHI")
 _MAC_SIZE = hashlib.sha256().digest_size
 _MAX_RANKS = 1 << 16
 _MAX_TEXT = 256
-_MAX_DEPTH = 8
+_MAX_LAYERS = _MAX_TENSORS = 1 << 12
 _DIGEST_SIZES = range(8, 65)
 _SPACE = 1 << 63
 
 T = TypeVar("T")
+
+# As `Layout.to_plain` gives it; bounded here so that a hostile one is refused while it is read, not after.
+_Sizes = Annotated[tuple[int, ...], Meta(max_length=64)]
+_Tensor = tuple[str, int, int, int, _Sizes, _Sizes, str, str, int]
+_Layout = Annotated[
+    tuple[Annotated[tuple[_Tensor, ...], Meta(max_length=_MAX_TENSORS)], ...], Meta(max_length=_MAX_LAYERS)
+]
 
 
 class BlobError(ValueError):
@@ -49,7 +59,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         agent: Name of its NIXL agent.
         incarnation: Identity of this start; later ones compare greater.
         metadata: NIXL's agent metadata, opaque.
-        layout: Where its rows are, as nested lists; opaque here, checked by the caller.
+        layout: Where its rows are, as `Layout.to_plain` gives it; its numbers are checked by the caller.
         placement_digest: Digest of the placement it was opened with.
         node: Host label.
     """
@@ -60,7 +70,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     agent: str
     incarnation: int
     metadata: bytes
-    layout: Any
+    layout: _Layout
     placement_digest: bytes
     node: str = ""
 
@@ -121,7 +131,7 @@ def open_sealed(
     try:
         intro = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BlobError(f"malformed: {error}; the peer runs another build of this library?") from error
+        raise BlobError(f"malformed: {one_line(str(error))}; the peer runs another build of this library?") from error
     _check(intro)
     _match("group", intro.group, group)
     _match("rank", intro.rank, rank)
@@ -180,17 +190,12 @@ def _problems(intro: Introduction) -> Iterator[str]:
     if not intro.agent:
         yield "no agent name"
     for what in ("group", "agent", "node"):
-        if len(getattr(intro, what)) > _MAX_TEXT:
-            yield f"{what} has {len(getattr(intro, what))} characters, {_MAX_TEXT} are allowed"
+        text = getattr(intro, what)
+        if len(text) > _MAX_TEXT:
+            yield f"{what} has {len(text)} characters, {_MAX_TEXT} are allowed"
+        if not is_one_line(text):
+            yield f"{what} {text[:_MAX_TEXT]!r} is not one line"
     if not intro.metadata:
         yield "no NIXL metadata"
     if len(intro.placement_digest) not in _DIGEST_SIZES:
         yield f"placement digest of {len(intro.placement_digest)} bytes"
-    if not _is_plain(intro.layout):
-        yield f"layout is not nested lists of numbers and text, at most {_MAX_DEPTH} deep"
-
-
-def _is_plain(value: object, depth: int = 0) -> bool:
-    if isinstance(value, list | tuple):
-        return depth < _MAX_DEPTH and all(_is_plain(item, depth + 1) for item in value)
-    return value is None or isinstance(value, int | str)

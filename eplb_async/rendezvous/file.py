@@ -33,6 +33,7 @@ from eplb_async.errors import HandshakeError
 _MAGIC = b"EPLBRDV1"
 _RECORD = struct.Struct(">III")
 _DELETED = 0xFFFFFFFF
+_MAX_FILE_BYTES = 4 << 30
 _FASTEST, _SLOWEST = 0.001, 0.02
 
 
@@ -133,6 +134,8 @@ class FileRendezvous:
         size = os.fstat(self._fd).st_size
         if size < self._offset:
             raise self._damaged("it has become shorter")
+        if size > _MAX_FILE_BYTES:
+            raise self._damaged(f"its {size} bytes are more than a rendezvous holds")
         data = os.pread(self._fd, size - self._offset, self._offset)
         at = 0
         if self._offset == 0:

@@ -25,6 +25,7 @@ from eplb_async.rendezvous.blob import KEY_SIZE
 from eplb_async.threads import DaemonExecutor
 
 _FASTEST, _SLOWEST = 0.005, 0.05
+_MAX_STARTS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,11 @@ async def join(
     try:
         async with asyncio.timeout(timeout):
             incarnation = await loop.run_in_executor(pool, next_incarnation, rendezvous, group, rank)
+            if not 0 < incarnation <= _MAX_STARTS:
+                raise HandshakeError(
+                    f"the rendezvous {rendezvous.url} counts {incarnation} starts of rank {rank}: something else "
+                    "wrote there; use another group or another rendezvous"
+                )
             doing = "read the job's key"
             pause = _FASTEST
             while True:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_async.core import messages, wire
 from eplb_async.core.messages import Message
+from eplb_async.core.text import one_line
 from eplb_async.core.wire import Codec, WireError
 
 KEY = bytes(range(32))
@@ -25,7 +26,7 @@ upto = st.integers(0, LAYERS)
 counter = st.integers(0, wire.MAX_COUNTER)
 steps = st.tuples(*[st.integers(0, (1 << 32) - 1)] * LAYERS)
 digest = st.binary(min_size=16, max_size=16)
-reason = st.text(st.characters(exclude_categories=["Cs"]), max_size=128)
+reason = st.text(st.characters(exclude_categories=["Cs"]), max_size=128).map(one_line)
 incarnation = st.integers(0, (1 << 64) - 1)
 
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -192,6 +193,7 @@ def test_the_largest_introduction_fits() -> None:
         messages.Prepared(upto=0, holds=(0, 0, 1 << 32)),
         messages.AbortRequest(reason="x" * 513),
         messages.AbortRequest(reason="\ud800"),
+        messages.AbortRequest(reason="over\nERROR a line of its own"),
         messages.Introduce(blob=bytes(wire.MAX_BLOB + 1)),
         messages.Join(digests=(b"", b"", b""), last_epoch=0),
         messages.Join(digests=(bytes(16),) * 3, last_epoch=-1),
@@ -209,6 +211,13 @@ def test_a_counter_near_its_end_is_refused_so_that_counting_on_from_it_always_fi
     last = CODEC.encode(messages.Ping(term=wire.MAX_COUNTER))
     assert CODEC.decode(last).term == wire.MAX_COUNTER
     assert refusal(CODEC.encode(messages.Ping(term=wire.MAX_COUNTER + 1))) == "range"
+
+
+@pytest.mark.parametrize("control", ["\n", "\r", "\x1b", "\0", "\x85", "\u2028", "\u202e"])
+def test_a_reason_of_two_lines_is_refused(control: str) -> None:
+    """What a member signs cannot put a line of its own into our log."""
+    fair = CODEC.encode(messages.AbortRequest(reason="x" * len(control.encode())))[:-16]
+    assert refusal(sign(fair[: -len(control.encode())] + control.encode())) == "text"
 
 
 def test_a_rank_beyond_the_layout_is_refused_in_a_set() -> None:
