@@ -28,6 +28,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "close_timeout": (0, 3600),
     "settle_timeout": (0.001, 86_400),
     "ping_interval": (0.01, 3600),
+    "watchdog_fraction": (0, 1),
     "staging_layers": (1, 64),
 }
 
@@ -45,7 +46,7 @@ class Settings:
         max_bytes_in_flight: Bytes of READs in flight at once, all peers together.
         max_requests_in_flight: READ requests in flight at once, all peers together.
         max_peer_requests_in_flight: READ requests in flight at once to one peer.
-        max_queued_notifications: Notifications kept for the iterator; older ones are dropped and counted.
+        max_queued_notifications: Notifications kept of each peer for the iterator; older ones are dropped and counted.
         max_blob_bytes: Largest metadata blob accepted from a peer.
         hot_seconds: How long the poller laps without a pause after it last saw progress.
         max_pause: Longest pause between laps while something is in flight or served; half of it at first.
@@ -57,6 +58,7 @@ class Settings:
         close_timeout: How long ``aclose`` waits for READs in flight before it destroys the agent.
         settle_timeout: How long a rank that voted waits for the decision before it is in doubt.
         ping_interval: How often a waiting rank pings whom it waits for.
+        watchdog_fraction: Fraction of its deadline after which a phase is told of in the log; 0 for never.
         staging_layers: Staging to allocate, in layers (as large as the largest layer one rank can receive).
         verify: ``"identity"`` checks which expert and weight version each READ brought; ``"off"`` does not.
         majority_rule: Require a strict majority of the old view for a takeover.
@@ -81,6 +83,7 @@ class Settings:
     close_timeout: float = 5.0
     settle_timeout: float = 10.0
     ping_interval: float = 0.25
+    watchdog_fraction: float = 0.5
     staging_layers: int = 2
     verify: Literal["identity", "off"] = "identity"
     majority_rule: bool = True

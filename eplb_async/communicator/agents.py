@@ -18,6 +18,7 @@ from eplb_async.weights import ExpertWeights, Staging
 
 _log = logging.getLogger("eplb_async.communicator")
 _MEET_SECONDS = 1.0  # and two idle ticks, in which a member looks for messages
+_LAST_LOOKS = 64
 
 
 class Agents:
@@ -127,9 +128,12 @@ class Agents:
                 for member in known:
                     if member not in awaited:
                         self._driver.send(member.rank, introduction)
-                old.look()
+                for _ in range(_LAST_LOOKS):
+                    if not old.look():
+                        break
         finally:
             left = old.destroy()
+            self._driver.dropped["too many"] += old.dropped
             self.retiring = None
             self._staging.wake()
         for rank in silent:

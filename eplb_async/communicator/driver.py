@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from eplb_async.communicator.attempt import Attempt
+from eplb_async.communicator.chatter import Chatter
 from eplb_async.communicator.members import Identity, Roster, start_of
+from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.protocol import Protocol
@@ -33,6 +35,7 @@ from eplb_async.settings import Settings
 _log = logging.getLogger("eplb_async.communicator")
 _DISCONNECTED = "disconnected"
 _QUIET = (Phase.IDLE, Phase.CLOSED, Phase.FENCED)
+_LASTING = ("idle", "closed", "fenced")
 
 
 class Driver:
@@ -77,11 +80,15 @@ class Driver:
             ping_interval=settings.ping_interval,
             majority_rule=settings.majority_rule,
         )
+        self._chatter = Chatter(settings.ping_interval)
         self._timer: asyncio.TimerHandle | None = None
         self._serving = contextlib.ExitStack()
         self._served: Endpoint | None = None
         self._linger_until = 0.0
         self._changed = asyncio.Event()
+        self.close_by: float | None = None
+        self.on_standing: Callable[[Standing], object] = lambda _: None
+        self.standing = self._stand()
 
     # -------------------------------------------------------------------------------------- what goes in
     def notification(self, agent: str, data: bytes) -> None:
@@ -99,6 +106,7 @@ class Driver:
         elif not self.roster.same_start(message.sender, message.sender_incarnation):
             self.dropped["another incarnation"] += 1
         else:
+            self._chatter.heard(message.sender)
             self.feed(events.Received(message))
 
     def disconnected(self, agent: str) -> None:
@@ -122,7 +130,7 @@ class Driver:
         for command in self.protocol.handle(event, self._engine.loop.time()):
             self._do(command)
         self._settle_timers()
-        self._changed.set()
+        self.note()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()`` holds; it is looked at after every event."""
@@ -153,6 +161,8 @@ class Driver:
         member = self.roster.get(to)
         if member is None or self.endpoint is None or self.endpoint.closed:
             self.dropped["unsendable"] += 1
+            return
+        if not self._chatter.is_due(to, message, self._engine.loop.time()):
             return
         filled = replace(
             message,
@@ -217,7 +227,7 @@ class Driver:
             if attempt.cause is not None:
                 self.last_error = describe(attempt.cause)
             self._settle_timers()
-            self._changed.set()
+            self.note()
 
     def break_off(self, why: str) -> None:
         """This rank's rows cannot be trusted any more: it is out, and leaves."""
@@ -231,7 +241,7 @@ class Driver:
             _log.error("this rank is out of the group, which goes on without it: %s", why)
         if self.attempt is not None:
             self.attempt.fail(CommunicatorClosed(f"the communicator is {why}"))
-        self._changed.set()
+        self.note()
 
     def _settle_timers(self) -> None:
         if self._timer is not None:
@@ -251,6 +261,39 @@ class Driver:
             if wanted is not None:
                 self._serving.enter_context(wanted.serving())
             self._served = wanted
+
+    def note(self) -> None:
+        """Something happened: say where this rank stands, and wake whoever waits."""
+        self.standing = self._stand()
+        self.on_standing(self.standing)
+        self._changed.set()
+
+    def _stand(self) -> Standing:
+        attempt, phase = self.attempt, self._phase()
+        before: Standing | None = getattr(self, "standing", None)
+        since = self._engine.loop.time() if before is None or before.phase != phase else before.since
+        if phase in _LASTING:
+            deadline = None
+        elif phase == "closing":
+            deadline = self.close_by
+        elif attempt is not None and phase in ("joined", "open"):
+            deadline = attempt.deadline
+        else:
+            deadline = since + self.settings.settle_timeout
+        return Standing(phase=phase, since=since, deadline=deadline)
+
+    def _phase(self) -> str:
+        protocol, phase = self.protocol, self.protocol.phase
+        if phase not in (Phase.CLOSED, Phase.FENCED):
+            if self.over:
+                phase = Phase.CLOSED
+            elif self.identity.rank in protocol.leaving:
+                return "closing"
+            elif phase is Phase.IDLE and self.attempt is not None:
+                phase = Phase.SETTLING
+            elif phase is Phase.IDLE and protocol.view_changing:
+                return "view_change"
+        return str(phase.value)
 
     def stop(self) -> None:
         """No more timers."""

@@ -36,15 +36,18 @@ class MigrationReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What a communicator is doing now.
+    """What a communicator is doing now; ``str()`` of it is one line for a log.
 
     Attributes:
-        phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``settling``, ``in_doubt``,
-            ``fenced`` or ``closed``.
+        phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``settling`` (ending), ``in_doubt``,
+            ``view_change`` (no migration, but members go), ``closing``, ``closed`` or ``fenced``.
+        seconds_in_phase: How long it has been in it.
+        seconds_left: How long until the phase's deadline, below 0 once that has passed; ``None`` if it has none.
         rank: This rank.
         term: Number of the view.
         members: Ranks of the view.
         epoch: The highest epoch seen; the open one while there is one.
+        layer: The layer being moved: the oldest READ's, else the first that is not staged; ``None`` outside an epoch.
         prepared: Layers of the open epoch that are staged and voted for here.
         committed: Layers of it that are known committed.
         num_layers: Layers of a migration.
@@ -52,7 +55,10 @@ class Health:
         degraded: Why each peer that is not well is not, by rank.
         reads_in_flight: READs that have not ended.
         oldest_read_seconds: Age of the oldest; 0 if none.
-        oldest_read_peer: Its peer; empty if none.
+        oldest_read_peer: Agent that it reads from; empty if none.
+        oldest_read_rank: Rank that it reads from; ``None`` if none.
+        oldest_read_layer: Layer that it belongs to; ``None`` if none.
+        oldest_read_bytes: Its bytes.
         quarantined_bytes: Bytes that READs without an awaiter may still write.
         recycled: How often the agent was replaced to get its staging back.
         dropped: Messages that were dropped, by reason.
@@ -60,10 +66,13 @@ class Health:
     """
 
     phase: str
+    seconds_in_phase: float
+    seconds_left: float | None
     rank: int
     term: int
     members: tuple[int, ...]
     epoch: int
+    layer: int | None
     prepared: int
     committed: int
     num_layers: int
@@ -72,7 +81,40 @@ class Health:
     reads_in_flight: int
     oldest_read_seconds: float
     oldest_read_peer: str
+    oldest_read_rank: int | None
+    oldest_read_layer: int | None
+    oldest_read_bytes: int
     quarantined_bytes: int
     recycled: int
     dropped: Mapping[str, int] = field(default_factory=dict)
     last_error: str = ""
+
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f" ({self.seconds_left:.1f} s left)"
+        parts = [f"rank {self.rank}: {self.phase} for {self.seconds_in_phase:.1f} s{left}"]
+        parts.append(f"term {self.term} of ranks {_listed(self.members)}, epoch {self.epoch}")
+        if self.layer is not None:
+            parts.append(
+                f"layer {self.layer} of {self.num_layers} ({self.prepared} prepared, {self.committed} committed)"
+            )
+        if self.waiting_for:
+            parts.append(f"waiting for ranks {_listed(self.waiting_for)}")
+        if self.reads_in_flight:
+            rank = "" if self.oldest_read_rank is None else f"rank {self.oldest_read_rank} "
+            layer = "" if self.oldest_read_layer is None else f" for layer {self.oldest_read_layer}"
+            parts.append(
+                f"{self.reads_in_flight} READs, the oldest {self.oldest_read_bytes} bytes from {rank}"
+                f"({self.oldest_read_peer}){layer}, {self.oldest_read_seconds:.1f} s old"
+            )
+        if self.quarantined_bytes:
+            parts.append(f"{self.quarantined_bytes} bytes in quarantine")
+        if self.degraded:
+            parts.append("degraded: " + ", ".join(f"rank {rank} ({why})" for rank, why in self.degraded.items()))
+        if self.last_error:
+            parts.append(f"last error: {self.last_error}")
+        return "; ".join(parts)
+
+
+def _listed(ranks: tuple[int, ...], most: int = 16) -> str:
+    text = ", ".join(map(str, ranks[:most]))
+    return f"{text} and {len(ranks) - most} more" if len(ranks) > most else text

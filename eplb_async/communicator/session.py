@@ -18,6 +18,7 @@ from eplb_async.communicator.epoch import EpochRun, LayerJob
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.members import Identity, Roster, memory_of
 from eplb_async.communicator.report import Health, MigrationReport
+from eplb_async.communicator.watchdog import Watchdog
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.placement import Placement
@@ -77,6 +78,7 @@ class Session:
             roster=self._roster,
             num_layers=placement.num_layers,
         )
+        self.driver.on_standing = Watchdog(engine.loop, settings.watchdog_fraction, self.health).note
         self._introducer = Introducer(self.driver, self._roster, weights.layout, placement.digest(), key, settings)
         for layer in range(placement.num_layers):
             weights.write_entries(layer, placement.local(identity.rank)[layer].tolist(), self.version)
@@ -185,27 +187,35 @@ class Session:
 
     def health(self) -> Health:
         """What is going on; reads only, so any thread may call it."""
-        protocol, stats = self.driver.protocol, self.endpoint.stats()
-        phase = protocol.phase
-        settling = phase is Phase.IDLE and self.driver.attempt is not None
+        driver, protocol, endpoint = self.driver, self.driver.protocol, self.endpoint
+        standing, stats, now = driver.standing, endpoint.stats(), self._engine.loop.time()
+        moving = protocol.prepared if standing.phase in ("open", "settling", "in_doubt") else None
+        dropped = Counter(dict(driver.dropped)) + Counter(dict(protocol.dropped))
+        dropped["too many"] += endpoint.dropped
         return Health(
-            phase="settling" if settling else phase.value,
-            rank=self.driver.identity.rank,
+            phase=standing.phase,
+            seconds_in_phase=max(0.0, now - standing.since),
+            seconds_left=None if standing.deadline is None else standing.deadline - now,
+            rank=driver.identity.rank,
             term=protocol.term,
             members=tuple(sorted(protocol.members)),
             epoch=protocol.epoch,
+            layer=moving if stats.oldest_layer is None else stats.oldest_layer,
             prepared=protocol.prepared,
             committed=protocol.committed,
             num_layers=self.placement.num_layers,
             waiting_for=tuple(sorted(protocol.waiting_for)),
-            degraded=dict(self.driver.degraded),
+            degraded=dict(driver.degraded),
             reads_in_flight=stats.in_flight + stats.quarantined,
             oldest_read_seconds=stats.oldest_seconds,
             oldest_read_peer=stats.oldest_peer,
+            oldest_read_rank=stats.oldest_rank,
+            oldest_read_layer=stats.oldest_layer,
+            oldest_read_bytes=stats.oldest_bytes,
             quarantined_bytes=stats.quarantined_bytes,
             recycled=self._agents.recycled,
-            dropped=dict(Counter(dict(self.driver.dropped)) + Counter(dict(protocol.dropped))),
-            last_error=self.driver.last_error,
+            dropped={why: count for why, count in dropped.items() if count},
+            last_error=driver.last_error,
         )
 
     # --------------------------------------------------------------------------------------------- close
@@ -220,6 +230,7 @@ class Session:
         if self.endpoint.closed:
             return ()
         self._agents.begin_close()
+        self.driver.close_by = deadline
         if not self.driver.over:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
@@ -231,6 +242,7 @@ class Session:
             if self.driver.attempt.run is not None:
                 await self.driver.attempt.run.stop()
         self.driver.over = self.driver.over or "closed"
+        self.driver.note()
         return await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
 
     async def wind_down(self) -> None:

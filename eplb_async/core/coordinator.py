@@ -105,7 +105,8 @@ class Coordinator:
     @property
     def missing(self) -> int:
         """Members whose JOIN or vote the next decision waits for."""
-        return self.members & ~self.joined if self.ballot is None else self.ballot.lagging
+        ballot = self.ballot
+        return self.members & ~self.joined if ballot is None else ballot.lagging
 
     def join(self, message: Join, highest_epoch: int) -> Sends:
         """A member wants an epoch (rules 1 and 2).

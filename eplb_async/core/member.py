@@ -244,13 +244,16 @@ class Member:
         return due or bool(view.suspects & view.remaining) or bool(view.broken and view.majority())
 
     def _waited(self) -> int:
-        """The ranks that a message is waited for from."""
-        view, lead = self._view, self._lead
+        """The ranks that a message is waited for from.
+
+        Other threads ask too (``health``): what can be replaced meanwhile is looked at once.
+        """
+        view, lead, change = self._view, self._lead, self._change
         waited = view.suspects
         if self._over or not self._waits:
             return 0
-        if self._change is not None:
-            waited |= self._change.missing(view)
+        if change is not None:
+            waited |= change.missing(view)
         elif not view.settled and not view.gone & bit(view.owner):
             waited |= bit(view.owner)
         elif not view.settled or view.leaving & bit(self.rank) or (view.broken and view.majority()):

@@ -198,7 +198,7 @@ class Protocol(Member):
 
     @property
     def waiting_for(self) -> frozenset[int]:
-        """Ranks whose message this rank waits for; empty while it waits for its own READs."""
+        """Ranks whose message this rank waits for; empty while it waits for its own READs. Safe from any thread."""
         part, view = self._part, self._view
         waited = self._waited()
         if part.phase is Phase.OPEN and not part.bound and self._lead is None and view.settled and not view.broken:

@@ -204,10 +204,11 @@ class Change:
 
     def missing(self, view: View) -> int:
         """Those who have not answered, or do not agree yet on who is gone."""
-        missing = view.remaining & ~self.answered
+        remaining = view.remaining
+        missing = remaining & ~self.answered
         if missing:
             return missing
-        disagree = (q for q in each(view.remaining) if (self.answers[q].gone ^ view.gone) & view.members)
+        disagree = (q for q in each(remaining) if (self.answers[q].gone ^ view.gone) & view.members)
         return sum(map(bit, disagree)) & ~bit(view.rank)
 
     def decide(self, view: View) -> Decision | None:

@@ -103,8 +103,8 @@ class AsyncNixlAgent:
         owned = engine is None
         if engine is None:
             engine = Engine(f"eplb-async {name}", use_uvloop=settings.use_uvloop)
-        inbox = Inbox(settings.max_queued_notifications)
         made: list[Endpoint] = []
+        inbox = Inbox(settings.max_queued_notifications, lambda peer: made[0].peers.get(peer) is not None)
 
         async def make() -> Endpoint:
             endpoint = Endpoint(name, engine, settings, native, on_notification=inbox.put)
@@ -188,7 +188,8 @@ class AsyncNixlAgent:
     async def notifications(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield (peer name, message) as they come; one iterator at a time.
 
-        The newest ``settings.max_queued_notifications`` are kept; what was dropped is in :attr:`dropped`.
+        Of each peer the newest ``settings.max_queued_notifications`` are kept; what was dropped is in :attr:`dropped`.
+        Peers take turns; what one of them sends keeps its order.
         Outside :meth:`serving` they are looked for after pauses that grow to ``settings.idle_tick`` seconds.
 
         Raises:
@@ -208,7 +209,7 @@ class AsyncNixlAgent:
     @property
     def dropped(self) -> int:
         """Notifications dropped because nobody took them."""
-        return self._inbox.dropped
+        return self._inbox.dropped + self._endpoint.dropped
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

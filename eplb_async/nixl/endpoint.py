@@ -16,6 +16,7 @@ from eplb_async.errors import CommunicatorClosed, NixlPeerDisconnected
 from eplb_async.nixl.blocks import Blocks
 from eplb_async.nixl.card import seal
 from eplb_async.nixl.flights import Flights
+from eplb_async.nixl.inbox import FairQueue
 from eplb_async.nixl.leases import Intervals
 from eplb_async.nixl.memory import Memory
 from eplb_async.nixl.native import Descriptors, Native
@@ -30,6 +31,9 @@ __all__ = ["Endpoint", "EndpointStats", "NativeFactory", "Peer"]
 
 _log = logging.getLogger("eplb_async.agent")
 NativeFactory = Callable[[str, Settings], Native]
+_QUEUED = 4096
+_LAP_MESSAGES = 64
+_LAP_BYTES = 1 << 20
 
 
 class Endpoint:
@@ -69,6 +73,7 @@ class Endpoint:
         self.leases = self._flights.leases
         self.peers = Peers(self.native, settings, is_read=self._flights.is_read, on_disconnect=on_disconnect)
         self._memory = Memory(self.native, self.leases)
+        self._arrived = FairQueue(_QUEUED, lambda peer: self.peers.get(peer) is not None)
         self.poller = Poller(self._lap, self._is_active, settings)
         self._polling = engine.spawn(self.poller.run(), f"poller of {name}")
 
@@ -162,9 +167,9 @@ class Endpoint:
             self.poller.wake()
         return transfer
 
-    def look(self) -> None:
-        """Poll once, now: take completions and notifications, and fail what is overdue."""
-        self._lap()
+    def look(self) -> bool:
+        """Poll once, now: take completions and notifications, and fail what is overdue; returns if there were any."""
+        return self._lap() is Progress.SURE
 
     def abandon(self, transfer: Transfer) -> None:
         """Its awaiter is gone: keep handle and memory until the READ has ended (I-3)."""
@@ -183,6 +188,11 @@ class Endpoint:
     def end_lease(self, owner: object) -> None:
         """End the lease of ``owner``."""
         self._flights.end_lease(owner)
+
+    @property
+    def dropped(self) -> int:
+        """Notifications that were dropped because a peer sent more than are kept."""
+        return self._arrived.dropped
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -242,14 +252,27 @@ class Endpoint:
         if self.closed:
             return Progress.NONE
         self.native.moved = False
-        arrived = self.native.notifications()
-        for peer, message in arrived:
-            self._on_notification(peer, message)
-        if arrived:
+        heard = self._hear()
+        if heard:
             self._flights.stir()
-        if self._flights.lap() or arrived:
+        if self._flights.lap() or heard:
             return Progress.SURE
         return Progress.MAYBE if self.native.moved else Progress.NONE
+
+    def _hear(self) -> bool:
+        """Hand on some of the notifications that have come; returns whether there were any.
+
+        Bounded, and one peer after the other: however many one of them sends, READs are polled, the others are
+        heard, and what does not fit is dropped and counted.
+        """
+        for peer, message in self.native.notifications():
+            self._arrived.put(peer, message)
+        count = nbytes = 0
+        while count < _LAP_MESSAGES and nbytes < _LAP_BYTES and (item := self._arrived.take()) is not None:
+            count += 1
+            nbytes += len(item[1])
+            self._on_notification(*item)
+        return count > 0
 
     def _is_active(self) -> bool:
         return self._served > 0 or self._flights.is_active

@@ -1,33 +1,102 @@
-"""Notifications on their way from the engine loop to the user's."""
+"""Notifications that wait to be handled: a peer that sends many costs the others neither memory nor their turn."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from eplb_async.errors import CommunicatorClosed
 
+MAX_BYTES = 8 << 20
+_STRANGERS = ""
 
-class Inbox:
+
+class _Box:
+    """What one peer sent. Its counters have one writer each, so that two threads may use it without a lock."""
+
+    __slots__ = ("items", "put", "taken")
+
+    def __init__(self) -> None:
+        self.items: deque[tuple[str, bytes]] = deque()
+        self.put = 0
+        self.taken = 0
+
+
+class FairQueue:
+    """Notifications of many peers, bounded for each in number and bytes, taken from one peer after the other.
+
+    A peer's own keep their order. One thread may put while another takes.
+
+    Args:
+        limit: Notifications kept of each peer; the oldest are dropped, and counted.
+        known: Whether a name is a peer's. Names are the senders' word: all others share one place.
+        max_bytes: Bytes kept of each peer, or one notification that is larger.
+    """
+
+    def __init__(self, limit: int, known: Callable[[str], bool], *, max_bytes: int = MAX_BYTES) -> None:
+        self._limit = limit
+        self._known = known
+        self._max_bytes = max_bytes
+        self._boxes: dict[str, _Box] = {}
+        self._round: list[_Box] = []
+        self.dropped = 0
+
+    def put(self, peer: str, message: bytes) -> None:
+        """Add one."""
+        place = peer if self._known(peer) else _STRANGERS
+        box = self._boxes.get(place)
+        if box is None:
+            box = _Box()
+            kept = {name: other for name, other in self._boxes.items() if other.items or self._known(name)}
+            self._boxes = kept | {place: box}
+        box.put += len(message)
+        box.items.append((peer, message))
+        while len(box.items) > 1 and (len(box.items) > self._limit or box.put - box.taken > self._max_bytes):
+            try:
+                oldest = box.items.popleft()
+            except IndexError:  # taken this moment
+                break
+            box.put -= len(oldest[1])
+            self.dropped += 1
+
+    def take(self) -> tuple[str, bytes] | None:
+        """The oldest of the peer whose turn it is, as (peer name, message), or ``None``."""
+        for _ in range(2):
+            while self._round:
+                box = self._round.pop()
+                try:
+                    item = box.items.popleft()
+                except IndexError:
+                    continue
+                box.taken += len(item[1])
+                return item
+            self._round = list(self._boxes.values())
+        return None
+
+    def __bool__(self) -> bool:
+        return any(box.items for box in list(self._boxes.values()))
+
+
+class Inbox(FairQueue):
     """Notifications that nobody has taken yet: put in on the engine loop, taken on the user's.
 
     Waiting takes nothing, so that a wait that is cancelled loses nothing.
 
     Args:
-        limit: Notifications kept; the oldest are dropped, and counted.
+        limit: Notifications kept of each peer; the oldest are dropped, and counted.
+        known: Whether a name is a peer's.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._items: deque[tuple[str, bytes]] = deque(maxlen=limit)
+    def __init__(self, limit: int, known: Callable[[str], bool]) -> None:
+        super().__init__(limit, known)
         self._arrived = asyncio.Event()
         self._closed = False
-        self.dropped = 0
         self.taken = False
 
     def put(self, peer: str, message: bytes) -> None:
         """Add one."""
-        self.dropped += len(self._items) == self._items.maxlen
-        self._items.append((peer, message))
+        super().put(peer, message)
         self._arrived.set()
 
     async def arrived(self) -> None:
@@ -36,15 +105,11 @@ class Inbox:
         Raises:
             CommunicatorClosed: None will come.
         """
-        while not self._items:
+        while not self:
             if self._closed:
                 raise CommunicatorClosed("the agent is closed; no notification will come")
             self._arrived.clear()
             await self._arrived.wait()
-
-    def take(self) -> tuple[str, bytes] | None:
-        """The oldest, as (peer name, message), or ``None``."""
-        return self._items.popleft() if self._items else None
 
     def close(self) -> None:
         """No more will come; end the wait."""

@@ -19,6 +19,9 @@ class EndpointStats:
         quarantined_bytes: Bytes they may still write.
         oldest_seconds: Age of the oldest READ that has not ended; 0 if none.
         oldest_peer: Its peer; empty if none.
+        oldest_rank: Its peer's rank, where known.
+        oldest_layer: Its layer, where known.
+        oldest_bytes: Its bytes.
         polls: Native polls so far.
         longest_call_seconds: Longest native call so far.
         longest_call: What that call was.
@@ -29,6 +32,9 @@ class EndpointStats:
     quarantined_bytes: int
     oldest_seconds: float
     oldest_peer: str
+    oldest_rank: int | None
+    oldest_layer: int | None
+    oldest_bytes: int
     polls: int
     longest_call_seconds: float
     longest_call: str
@@ -45,6 +51,9 @@ class EndpointStats:
             quarantined_bytes=sum(t.nbytes for t in quarantined),
             oldest_seconds=now - oldest.started if oldest else 0.0,
             oldest_peer=oldest.peer if oldest else "",
+            oldest_rank=oldest.origin.rank if oldest else None,
+            oldest_layer=oldest.origin.layer if oldest else None,
+            oldest_bytes=oldest.nbytes if oldest else 0,
             polls=native.polls,
             longest_call_seconds=seconds,
             longest_call=call,

@@ -1,0 +1,81 @@
+"""Where a rank stands, and one line in the log when it stands there for long.
+
+There is a timer only while a phase lasts that is to end: an idle rank has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eplb_async.communicator.report import Health
+
+_log = logging.getLogger("eplb_async.watchdog")
+_HAIR = 1.01
+
+_ADVICE = {
+    "joined": "see whether those ranks live and have called migrate() with the same placement",
+    "open": "see whether the ranks waited for and read from run and are reachable; exclude(rank) says that one is dead",
+    "settling": "nothing if it ends soon; exclude(rank) says that a rank waited for is dead",
+    "view_change": "see whether the ranks waited for run; exclude(rank) says that one is dead",
+    "in_doubt": "say with exclude(rank) which of the ranks waited for are dead; until then nothing is applied",
+    "closing": "nothing: aclose() ends by itself, with those ranks or without",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a rank stands, at one moment.
+
+    Attributes:
+        phase: As in ``Health``.
+        since: Loop time at which that phase began.
+        deadline: Loop time by which it should be over; ``None`` if it may last.
+    """
+
+    phase: str
+    since: float
+    deadline: float | None
+
+
+class Watchdog:
+    """Logs one line when a phase outlives a fraction of its deadline, and again each time that has doubled.
+
+    Args:
+        loop: The engine loop.
+        fraction: Fraction of the deadline; 0 for never.
+        health: Says what the line shall say.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fraction: float, health: Callable[[], Health]) -> None:
+        self._loop = loop
+        self._fraction = fraction
+        self._health = health
+        self._watched: tuple[str, float] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, standing: Standing) -> None:
+        """A rank stands here now."""
+        watched = (standing.phase, standing.since)
+        if watched == self._watched:
+            return
+        self._watched = watched
+        self.stop()
+        if standing.deadline is not None and self._fraction:
+            wait = self._fraction * max(0.0, standing.deadline - standing.since)
+            self._timer = self._loop.call_at(standing.since + wait, self._bark, standing.since, wait)
+
+    def stop(self) -> None:
+        """No line any more for the phase that lasts."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _bark(self, since: float, waited: float) -> None:
+        health = self._health()
+        _log.warning("%s. Next: %s", health, _ADVICE.get(health.phase, "see health()"))
+        # A hair later than double, so that a deadline of that moment ends the phase first.
+        again = max(2 * waited * _HAIR, 0.001)
+        self._timer = self._loop.call_at(since + again, self._bark, since, again)
