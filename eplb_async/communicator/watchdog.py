@@ -20,7 +20,7 @@ _ADVICE = {
     "open": "see whether the ranks waited for and read from run and are reachable; exclude(rank) says that one is dead",
     "settling": "nothing if it ends soon; exclude(rank) says that a rank waited for is dead",
     "view_change": "see whether the ranks waited for run; exclude(rank) says that one is dead",
-    "in_doubt": "say with exclude(rank) which of the ranks waited for are dead; until then nothing is applied",
+    "in_doubt": "say with exclude(rank) which ranks are dead; until a view decides, nothing is applied",
     "closing": "nothing: aclose() ends by itself, with those ranks or without",
 }
 
