@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from eplb_async._types import Hidden
+
 _MIB = 1 << 20
 _YEAR = 365 * 86_400
 
@@ -100,6 +102,8 @@ class Settings:
             raise ValueError(f"setting verify={self.verify!r} is not 'identity' or 'off'")
         if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 16):
             raise ValueError("setting secret must be bytes, 16 or more of them")
+        if self.secret is not None:
+            object.__setattr__(self, "secret", Hidden(self.secret))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -132,7 +136,7 @@ def _parse(variable: str, text: str, like: object) -> object:
         if isinstance(like, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(like, bytes):
-            return text.encode()
+            return Hidden(text.encode())
         return int(text) if isinstance(like, int) else float(text) if isinstance(like, float) else text
     except (KeyError, ValueError):
         shown = "" if isinstance(like, bytes) else f"={text!r}"

@@ -19,6 +19,7 @@ import secrets
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from eplb_async._types import Hidden
 from eplb_async.errors import HandshakeError
 from eplb_async.rendezvous.base import Rendezvous
 from eplb_async.rendezvous.blob import KEY_SIZE
@@ -48,7 +49,7 @@ def next_incarnation(rendezvous: Rendezvous, group: str, rank: int) -> int:
 
 def derive_key(secret: bytes, group: str) -> bytes:
     """The job's key of a group, from a secret that all ranks share."""
-    return hmac.digest(secret, b"eplb-async/1/" + group.encode(), "sha256")
+    return Hidden(hmac.digest(secret, b"eplb-async/1/" + group.encode(), "sha256"))
 
 
 def job_key(rendezvous: Rendezvous, *, group: str, rank: int, secret: bytes | None) -> bytes | None:
