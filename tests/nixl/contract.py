@@ -17,6 +17,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -34,7 +35,7 @@ from eplb_async.errors import (
     TransferError,
     WeightsError,
 )
-from eplb_async.nixl import AsyncNixlAgent
+from eplb_async.nixl import AsyncNixlAgent, Region
 from eplb_async.opening import Opening
 from eplb_async.settings import Settings
 from eplb_async.testing import MemoryFabric
@@ -93,6 +94,8 @@ class Source:
     def __init__(self, agent: AsyncNixlAgent) -> None:
         self.agent = agent
         self._notes: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._memory = np.arange(MIB, dtype=np.uint32).astype(np.uint8).reshape(256, 4096)
+        self._shrinking: Region | None = None
 
     async def start(self) -> bytes:
         for name, array in data().items():
@@ -113,6 +116,11 @@ class Source:
             for message in args[1]:
                 await self.agent.notify(peer, message)
             return None
+        if command == "shrink":  # register the first n rows of one and the same memory, instead of what was
+            if self._shrinking is not None:
+                await self._shrinking.deregister()
+            self._shrinking = await self.agent.register(self._memory[: args[0]], "shrinking")
+            return await self.agent.metadata()
         raise ValueError(command)
 
 
@@ -588,17 +596,63 @@ async def refuses_another_secret(world: World) -> None:
 
 @case
 async def forgets_and_adds_a_peer_again(world: World) -> None:
-    """Ten times remove, add and READ (C10)."""
+    """Fifty times remove, add and READ (C10)."""
     target = zeros_like("rows")
     async with world.open() as agent:
         region = await agent.register(target, "target")
-        for i in range(10):
+        for i in range(50):
             peer = await agent.add_peer(world.blob)
             await agent.read(region[i], peer.region("rows")[i])
             await agent.remove_peer(peer)
         with pytest.raises(TransferError, match="no peer"):
             await agent.read(region[0], peer.region("rows")[0])
-    assert np.array_equal(target[:10], data()["rows"][:10])
+    assert np.array_equal(target[:50], data()["rows"][:50])
+
+
+@case
+async def refuses_what_a_peer_no_longer_registers(world: World) -> None:
+    """A peer registers less at the same address: whoever refreshes is refused the rest, which NIXL would read (C11)."""
+    target = np.zeros((256, 4096), np.uint8)
+    async with world.open() as agent:
+        region = await agent.register(target, "target")
+        before = await agent.add_peer(await world.ask("shrink", 256))
+        old = before.region("shrinking")
+        await agent.read(region[:], old[:])
+        assert target.any()
+        target[:] = 0
+        after = await agent.add_peer(await world.ask("shrink", 128))
+        assert before.gone
+        with pytest.raises(IndexError, match="'shrinking' has 128 rows"):
+            after.region("shrinking")[:256]
+        with pytest.raises(TransferError, match=f"not inside one registered region of peer {after.name}"):
+            await agent.read(region[:], old[:])
+        assert not target.any()
+        await agent.read(region[:128], after.region("shrinking")[:])
+        assert target[:128].any()
+        assert not target[128:].any()
+
+
+@case
+async def registers_a_gigabyte_beside_a_ticking_loop(world: World) -> None:
+    """The user's loop goes on meanwhile: registration is the engine loop's (C8)."""
+    late = [0.0]
+
+    async def tick() -> None:
+        while True:
+            due = time.perf_counter() + 0.001
+            await asyncio.sleep(0.001)
+            late.append(time.perf_counter() - due)
+
+    async with world.open() as agent:
+        ticking = asyncio.create_task(tick())
+        for _ in range(3):
+            started = time.perf_counter()
+            region = await agent.register(np.empty((1 << 10, 1 << 20), np.uint8), "gigabyte")
+            took = time.perf_counter() - started
+            await region.deregister()
+        ticking.cancel()
+        print(f"registered in {took * 1e3:.2f} ms, worst lag {max(late) * 1e3:.2f} ms")
+        assert max(late) < 0.25, f"a tick came {max(late):.3f} s late"
 
 
 @case
