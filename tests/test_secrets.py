@@ -87,7 +87,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Told:
 
 
 async def opened(
-    rank: int, secret: bytes | None, rendezvous: object, fabric: MemoryFabric, timeout: float = 2.0
+    rank: int, secret: bytes | None, rendezvous: object, fabric: MemoryFabric, timeout: float = 0.5
 ) -> AsyncEplbCommunicator:
     return await AsyncEplbCommunicator.open(
         rank=rank,
@@ -95,7 +95,7 @@ async def opened(
         weights=PatternWeights(OLD, rank, (64, 24)).layers,
         placement=OLD,
         rendezvous=rendezvous,
-        settings=Settings(secret=secret),
+        settings=Settings(secret=secret, max_pause=0.02),
         timeout=timeout,
         engine=LoopEngine(asyncio.get_running_loop()),
         native=fabric.native,
@@ -114,7 +114,7 @@ def test_opening_that_fails(told: Told) -> None:
 
     async def main() -> None:
         watch_the_loop()
-        for other, damage in ((OTHER, 0), (SECRET, 1), (SECRET, 40), (SECRET, 1000)):
+        for other, damage in ((OTHER, 0), (SECRET, 40)):
             rendezvous, fabric = MemoryRendezvous(), MemoryFabric()
             if damage:
                 get = rendezvous.get
@@ -171,7 +171,7 @@ def test_migrations_that_fail(told: Told) -> None:
 
     async def main() -> None:
         watch_the_loop()
-        settings = Settings(secret=SECRET, settle_timeout=1.0, watchdog_fraction=0.1)
+        settings = Settings(secret=SECRET, settle_timeout=0.3, watchdog_fraction=0.1, max_pause=0.02)
         async with LocalCluster(OLD, faults=faults, settings=settings) as cluster:
             driver = cluster.comms[0]._session.driver
             forged = Codec(b"f" * 32, ep_size=2, num_layers=3).encode(messages.Leave(sender=1))
@@ -179,10 +179,10 @@ def test_migrations_that_fail(told: Told) -> None:
                 driver.notification("somebody", data)
             results: list[Any] = []
             for target in (NEW, OLD, NEW):
-                results += await cluster.migrate(target, timeout=2.0)
+                results += await cluster.migrate(target, timeout=0.5)
             await cluster.comms[0].exclude(1)
-            await asyncio.sleep(1.0)
-            results += await cluster.migrate(OLD, timeout=2.0)
+            await asyncio.sleep(0.5)
+            results += await cluster.migrate(OLD, timeout=0.5)
             assert sum(isinstance(result, EplbError) for result in results) > 4, results
             for result in results:
                 told.error(result) if isinstance(result, EplbError) else told.thing(result)

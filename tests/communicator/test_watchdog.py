@@ -221,7 +221,7 @@ def test_health_never_raises_while_everything_changes(loop: str) -> None:
             for thread in threads:
                 thread.start()
             try:
-                for i in range(20):
+                for i in range(12):
                     await cluster.migrate((THREE_NEW, THREE)[i % 2], timeout=20.0)
                     if i % 10 == 5:
                         await cluster.migrate(THREE, ranks=[i // 10], timeout=0.05)
