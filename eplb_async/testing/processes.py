@@ -207,8 +207,9 @@ class _Rank:
         """Import NIXL now, so that ``open`` does not."""
         load()
 
-    async def migrate(self, placement: Placement, timeout: float) -> dict[str, Any]:
-        self.running = asyncio.ensure_future(self.opened.migrate(placement, timeout=timeout))
+    async def migrate(self, placement: Placement, timeout: float, load: bool = False) -> dict[str, Any]:
+        load_expert = self.rows.load if load else None
+        self.running = asyncio.ensure_future(self.opened.migrate(placement, timeout=timeout, load_expert=load_expert))
         return asdict(await self.running)
 
     async def cancel(self) -> int:

@@ -259,7 +259,7 @@ def test_emptying_a_slot_moves_nothing():
         (
             Placement([[0, 1, -1, 0]], ep_size=2),
             {"members": [0]},
-            "rank 1 is not a member, .* expert 0 in its slot 1",
+            r"members are ranks 0\): rank 1, slot 1 of layer 0 \(expert 0\); set them to -1",
         ),
         (
             Placement([[0, 1, 1, 0]], ep_size=2),
