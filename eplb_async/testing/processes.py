@@ -237,6 +237,11 @@ class _Rank:
         while self.opened.health().waiting_for != ranks:
             await asyncio.sleep(0.001)
 
+    async def members(self, *ranks: int) -> None:
+        """Answer when this rank is idle in a view of exactly these."""
+        while (health := self.opened.health()).members != ranks or health.phase != "idle":
+            await asyncio.sleep(0.001)
+
     async def check(self, placement: Placement | None = None) -> int:
         """Wrong bytes, against a placement or the one the communicator says is true."""
         wanted = self.opened.placement if placement is None else placement

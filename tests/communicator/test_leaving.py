@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import uvloop
+from safetensors.torch import save_file
 
 from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
 from eplb_async.core.placement import Placement
+from eplb_async.engine import LoopEngine
 from eplb_async.errors import (
     CommunicatorBusy,
     CommunicatorClosed,
@@ -302,6 +306,62 @@ def test_what_is_no_callable_is_refused_at_once() -> None:
         assert isinstance(error, TypeError)
 
     in_a_smaller_view(test)
+
+
+def test_the_page_loads_from_safetensors(tmp_path: Path) -> None:
+    """The example of docs/leaving.md, run as it stands: a checkpoint on disk, weights that stack gate and up."""
+    page = (Path(__file__).parents[2] / "docs" / "leaving.md").read_text()
+    example: dict[str, Any] = {}
+    for body in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(body, "docs/leaving.md", "exec"), example)
+    width, hidden, experts = 6, 4, 4
+    projections = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    checkpoint = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight": torch.randn(shape, dtype=torch.float32)
+        for layer in range(2)
+        for expert in range(experts)
+        for name, shape in projections.items()
+    }
+    save_file(checkpoint, tmp_path / "model.safetensors")
+    load_expert = example["from_safetensors"](tmp_path / "model.safetensors", torch.bfloat16)
+
+    old = Placement([[0, 1, -1, -1, 2, 3, -1, -1]] * 2, ep_size=2)
+    spare = Placement([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, ep_size=2)
+    alone = example["without"](old, 1, spare)
+
+    def held(rank: int) -> list[dict[str, torch.Tensor]]:
+        layers = []
+        for layer, slots in enumerate(old.local(rank).tolist()):
+            rows = [load_expert(layer, expert) if expert >= 0 else load_expert(layer, 0) for expert in slots]
+            layers.append({name: torch.stack([row[name] for row in rows]) for name in ("w13", "w2")})
+        return layers
+
+    async def main() -> None:
+        weights, fabric, rendezvous = [held(0), held(1)], MemoryFabric(), MemoryRendezvous()
+        comm, other = await asyncio.gather(
+            *(
+                AsyncEplbCommunicator.open(
+                    rank=rank,
+                    ep_size=2,
+                    weights=weights[rank],
+                    placement=old,
+                    rendezvous=rendezvous,
+                    settings=Settings(secret=b"s" * 16),
+                    engine=LoopEngine(asyncio.get_running_loop()),
+                    native=fabric.native,
+                )
+                for rank in range(2)
+            )
+        )
+        await other.aclose()
+        await example["rebalance"](comm, alone, load_expert)
+        for layer in range(2):
+            for expert in range(experts):
+                for name, tensor in load_expert(layer, expert).items():
+                    assert torch.equal(weights[0][layer][name][expert], tensor)
+        await comm.aclose()
+
+    run(main())
 
 
 # ------------------------------------------------------------------------------------- threads of a real engine
