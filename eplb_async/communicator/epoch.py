@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from eplb_async.communicator.job import LayerJob
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.members import Member, memory_of
 from eplb_async.communicator.reads import Reads, Traffic
+from eplb_async.core.detours import Detours
 from eplb_async.core.plan import MigrationPlan, Move
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import IntegrityError
@@ -83,8 +83,7 @@ class EpochRun:
         self._on_applied = on_applied
         self._on_retry = on_retry
         self._jobs: dict[int, list[LayerJob]] = {}  # a layer's first job, then those that READ again
-        self._tried: dict[tuple[int, int], set[int]] = {}  # sources that failed, by layer and expert
-        self._shaky: set[int] = set()  # all of them
+        self._detours = Detours(plan)
         self._ready = [False] * plan.new.num_layers
         self._staged = 0
         self._applied = self._commit_to = 0
@@ -164,7 +163,7 @@ class EpochRun:
 
     async def _stage_layers(self, first: int) -> None:
         for layer in range(first, self.plan.new.num_layers):
-            moves = [self._avoiding(layer, move) for move in self.plan.moves(layer, self.rank)]
+            moves = [self._detours.around(layer, move) for move in self.plan.moves(layer, self.rank)]
             job = LayerJob(layer, tuple(moves), self._weights.layout)
             if job.sizes:
                 job.pieces = {piece.memory: piece for piece in await self._staging.allocate(job.sizes)}
@@ -240,15 +239,12 @@ class EpochRun:
             self._on_staged(self._staged)
 
     async def _read_again(self, job: LayerJob, failed: Mapping[int, Exception]) -> LayerJob:
-        """Post READs of what was not brought from other sources, each expert whole, once from each source.
-
-        Any member that holds an expert in the old placement will do: it keeps its rows until COMMIT of the
-        layer, which needs our vote (I-6).
+        """Post READs of what was not brought from other sources, each expert whole.
 
         Raises:
             Exception: The failure of an expert that no source is left for, or no staging.
         """
-        again = [self._elsewhere(job, i, error) for i, error in failed.items()]
+        again = [self._elsewhere(job.layer, job.moves[i], error) for i, error in failed.items()]
         new = LayerJob(job.layer, tuple(again), self._weights.layout)
         # A READ that failed may still write its rows (N-19), so what takes its place lands elsewhere (I-3).
         if not await self._find_room(new):
@@ -303,24 +299,12 @@ class EpochRun:
                 self._endpoint.abandon(transfer)
             self._staging.free(tuple(job.pieces.values()))
 
-    def _elsewhere(self, job: LayerJob, i: int, error: Exception) -> Move:
+    def _elsewhere(self, layer: int, move: Move, error: Exception) -> Move:
         """The move that takes the place of one that failed."""
-        move = job.moves[i]
-        tried = self._tried.setdefault((job.layer, move.expert), set())
-        tried.add(move.source)
-        self._shaky.add(move.source)
-        left = [s for s in self.plan.sources(job.layer, move.expert, self.rank) if s[0] not in tried]
-        if not move.is_read or not left or not self._settings.retry_reads:
+        instead = self._detours.instead(layer, move) if self._settings.retry_reads else None
+        if instead is None:
             raise error
-        source, slot = min(left, key=lambda s: s[0] in self._shaky)  # the nearest of those that have not failed at all
-        return replace(move, source=source, source_slot=slot)
-
-    def _avoiding(self, layer: int, move: Move) -> Move:
-        """The move itself, or from another source if its own has failed in this epoch."""
-        if not move.is_read or move.source not in self._shaky:
-            return move
-        sound = [s for s in self.plan.sources(layer, move.expert, self.rank) if s[0] not in self._shaky]
-        return replace(move, source=sound[0][0], source_slot=sound[0][1]) if sound else move
+        return instead
 
     def _verify(self, job: LayerJob, failed: Mapping[int, Exception]) -> dict[int, Exception]:
         """I-16: the rows that arrived are the experts, of the weight version, that were meant.

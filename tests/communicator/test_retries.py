@@ -224,25 +224,45 @@ def test_i16_a_source_that_holds_something_else_is_passed_over() -> None:
     lands=st.booleans(),
     descriptors=st.sampled_from([1, 3, 512]),
     layers=st.integers(1, 3),
+    late=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=3),
+    cut=st.none() | st.floats(-5, -2),
 )
 @settings(max_examples=120, deadline=None)
 def test_whatever_fails_all_ranks_end_at_one_layer_with_the_right_bytes(
-    seed: int, failing: list[tuple[int, int]], lands: bool, descriptors: int, layers: int
+    seed: int,
+    failing: list[tuple[int, int]],
+    lands: bool,
+    descriptors: int,
+    layers: int,
+    late: list[tuple[int, int]],
+    cut: float | None,
 ) -> None:
-    """I-3, I-7, I-9: any READs fail on any ranks; with a copy elsewhere and staging for it they do not matter."""
+    """I-3, I-7, I-9, I-10: READs fail, land late, a rank cancels (after 10**cut seconds): equal, and on it goes."""
     rng = np.random.default_rng(seed)
     shape = {"num_layers": 3, "num_logical": 5, "num_local_experts": 4, "ep_size": 4, "empty": 1}
     first, second, third = (random_placement(rng, **shape) for _ in range(3))
     faults = FaultPlan()
     for rank, nth in failing:
         faults.fail_read(f"default/{rank}.", nth=nth, lands=lands)
+    for rank, nth in late:
+        faults.late_landing(f"default/{rank}.", nth=nth, delay=0.3)
     fabric = MemoryFabric(faults)
     chosen = Settings(secret=b"s" * 16, staging_layers=layers, max_post_descriptors=descriptors)
 
     async def main() -> None:
         async with LocalCluster(first, fabric=fabric, settings=chosen) as cluster:
             for placement in (second, third):
-                results = await cluster.migrate(placement)
+                others = asyncio.ensure_future(cluster.migrate(placement, ranks=range(3)))
+                task = asyncio.ensure_future(cluster.comms[3].migrate(placement, timeout=30.0))
+                if cut is not None:
+                    await asyncio.sleep(10**cut)
+                    task.cancel()
+                await asyncio.wait([task])
+                results = await others
+                async with asyncio.timeout(10.0):
+                    while any(comm.health().phase != "idle" for comm in cluster.comms):
+                        await asyncio.sleep(0.01)
+                await asyncio.sleep(0.3)  # an idle rank looks for messages now and then
                 assert len({comm.placement for comm in cluster.comms}) == 1, results
                 assert cluster.wrong_bytes() == 0
             fabric.faults = FaultPlan()
