@@ -257,7 +257,7 @@ def test_whatever_fails_all_ranks_end_at_one_layer_with_the_right_bytes(
                 if cut is not None:
                     await asyncio.sleep(10**cut)
                     task.cancel()
-                await asyncio.wait([task])
+                await asyncio.gather(task, return_exceptions=True)
                 results = await others
                 async with asyncio.timeout(10.0):
                     while any(comm.health().phase != "idle" for comm in cluster.comms):
