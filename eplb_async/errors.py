@@ -17,6 +17,32 @@ class PlacementError(EplbError, ValueError):
     """A placement is wrong: shape, ids, an expert without any copy, or sizes that do not divide."""
 
 
+class ExpertsLost(PlacementError):
+    """No rank of the view holds some experts any more, and nothing was given to load them with.
+
+    Attributes:
+        lost: These experts, by layer.
+    """
+
+    def __init__(self, message: str, *, lost: Mapping[int, Sequence[int]] | None = None) -> None:
+        self.lost: dict[int, tuple[int, ...]] = {layer: tuple(experts) for layer, experts in (lost or {}).items()}
+        super().__init__(message)
+
+
+class ExpertLoadFailed(EplbError):
+    """``load_expert`` failed, or gave what is not one expert of the layer; ``__cause__`` is what it raised.
+
+    Attributes:
+        layer: The layer it was asked for.
+        expert: The logical expert it was asked for.
+    """
+
+    def __init__(self, message: str, *, layer: int | None = None, expert: int | None = None) -> None:
+        self.layer = layer
+        self.expert = expert
+        super().__init__(message)
+
+
 class WeightsError(EplbError, ValueError):
     """A weight tensor cannot be moved, or moved away since ``open``; names layer, tensor and strides."""
 

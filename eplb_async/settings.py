@@ -64,6 +64,7 @@ class Settings:
         staging_layers: Staging to allocate, in layers (as large as the largest layer one rank can receive).
         verify: ``"identity"`` checks which expert and weight version each READ brought; ``"off"`` does not.
         majority_rule: Require a strict majority of the old view for a takeover.
+        retry_reads: READ an expert again from another rank that holds it when a READ of it failed.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -89,6 +90,7 @@ class Settings:
     staging_layers: int = 2
     verify: Literal["identity", "off"] = "identity"
     majority_rule: bool = True
+    retry_reads: bool = True
 
     def __post_init__(self) -> None:
         for name, (lowest, highest) in _RANGES.items():

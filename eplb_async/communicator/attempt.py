@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eplb_async.communicator.epoch import EpochRun
+from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.report import MigrationReport
 from eplb_async.core.events import Ended
 from eplb_async.core.plan import MigrationPlan
@@ -24,6 +25,8 @@ class Attempt:
         loop: The engine loop.
         planned_seconds: What planning took.
         make_run: Makes the epoch's data movement.
+        loader: Loads experts that no member holds, if the caller can.
+        refusal: Why this rank cannot take part; it joins in a way that ends the attempt on all ranks.
     """
 
     def __init__(
@@ -35,13 +38,16 @@ class Attempt:
         loop: asyncio.AbstractEventLoop,
         planned_seconds: float,
         make_run: Callable[[Attempt], EpochRun],
+        loader: Loader | None = None,
+        refusal: Exception | None = None,
     ) -> None:
         self.plan = plan
         self.deadline = deadline
         self.result: asyncio.Future[MigrationReport] = loop.create_future()
         self.result.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.run: EpochRun | None = None
-        self.cause: Exception | None = None
+        self.cause = refusal
+        self.loader = loader
         self.late = False
         self._loop = loop
         self._endpoint = endpoint
@@ -70,7 +76,7 @@ class Attempt:
             if not self.result.done():
                 self.result.set_result(self._report(ended))
         else:
-            self.fail(self.cause or _aborted(ended, late=self.late))
+            self.fail(self.cause or _aborted(ended, self.plan, late=self.late))
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""
@@ -91,6 +97,8 @@ class Attempt:
             bytes_read=traffic.bytes_read if traffic else 0,
             bytes_copied=traffic.bytes_copied if traffic else 0,
             reads=traffic.reads if traffic else 0,
+            retries=traffic.retries if traffic else 0,
+            loads=traffic.loads if traffic else 0,
             seconds={
                 "plan": self._planned,
                 "join": begun - self._joined,
@@ -104,13 +112,14 @@ class Attempt:
         )
 
 
-def _aborted(ended: Ended, *, late: bool) -> EplbError:
+def _aborted(ended: Ended, plan: MigrationPlan, *, late: bool) -> EplbError:
     who = f"rank {ended.origin}" if ended.origin >= 0 else "the view"
     when = f"in epoch {ended.epoch}" if ended.epoch else "before its epoch began"
     kind = MigrationTimeout if late else MigrationAborted
     return kind(
         f"migration aborted {when} by {who}: {ended.reason or 'no reason given'}; layers [0, {ended.committed}) "
-        "hold the new placement on every rank of the view; migrate again when that is mended",
+        "hold the new placement on every rank of the view; migrate again when that is mended"
+        + ("; lost experts are loaded only if every rank passes load_expert" if plan.lost and not ended.epoch else ""),
         epoch=ended.epoch,
         origin=ended.origin if ended.origin >= 0 else None,
         reason=ended.reason,

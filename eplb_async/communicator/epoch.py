@@ -7,45 +7,21 @@ apply of this one. Nothing here decides: :class:`EpochRun` reports what is stage
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from eplb_async.communicator.members import Member, device_index, memory_of
-from eplb_async.core.layout import Layout
+from eplb_async.communicator.job import LayerJob
+from eplb_async.communicator.loading import Loader
+from eplb_async.communicator.members import Member, memory_of
+from eplb_async.communicator.reads import Reads, Traffic
+from eplb_async.core.detours import Detours
 from eplb_async.core.plan import MigrationPlan, Move
-from eplb_async.core.schedule import Batch, Window, pieces
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import TransferError
+from eplb_async.errors import IntegrityError
 from eplb_async.nixl.endpoint import Endpoint
-from eplb_async.nixl.transfer import Origin, Transfer
 from eplb_async.settings import Settings
-from eplb_async.weights import ENTRY_NAME, Copier, Copy, ExpertWeights, Piece, Staging, check_entry, pack
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Counters of one epoch."""
-
-    bytes_read: int = 0
-    bytes_copied: int = 0
-    reads: int = 0
-    by_peer: dict[int, list[float]] = field(default_factory=dict)  # rank -> [bytes, first post, last end]
-
-
-class LayerJob:
-    """One layer on its way: its moves, where they are staged, and what is still under way."""
-
-    def __init__(self, layer: int, moves: tuple[Move, ...], layout: Layout) -> None:
-        self.layer = layer
-        self.moves = moves
-        self.specs = [place.spec for place in layout.layers[layer]]
-        self.pieces: dict[str, Piece] = {}
-        self.transfers: list[Transfer] = []
-        self.offsets, sizes = pack([(memory_of(s.device), s.row_bytes * len(moves)) for s in self.specs])
-        self.sizes = {memory: size for memory, size in sizes.items() if size and moves}
+from eplb_async.weights import ENTRY_NAME, Copier, Copy, ExpertWeights, Staging, check_entry
+from eplb_async.weights.entries import entry_rows
 
 
 class EpochRun:
@@ -62,10 +38,12 @@ class EpochRun:
         copier: Copies rows.
         settings: Limits.
         version: Weight version that every entry must carry.
+        loader: Loads experts that no member holds; may be ``None`` if there are none.
         deadline: Loop time at which READs have failed.
         on_staged: Called with the number of leading layers that are staged and checked.
         on_failed: Called once, with the first failure.
         on_applied: Called with each layer that has been applied.
+        on_retry: Called with a layer, the experts that failed, their source, the new one, and the failure.
     """
 
     def __init__(
@@ -81,15 +59,16 @@ class EpochRun:
         copier: Copier,
         settings: Settings,
         version: int,
+        loader: Loader | None,
         deadline: float,
         on_staged: Callable[[int], object],
         on_failed: Callable[[Exception], object],
         on_applied: Callable[[int], object],
+        on_retry: Callable[[int, Sequence[int], int, int, Exception], object],
     ) -> None:
         self.plan = plan
         self.rank = rank
         self.traffic = Traffic()
-        self._sources = sources
         self._engine = engine
         self._endpoint = endpoint
         self._weights = weights
@@ -97,29 +76,38 @@ class EpochRun:
         self._copier = copier
         self._settings = settings
         self._version = version
+        self._loader = loader
         self._deadline = deadline
         self._on_staged = on_staged
         self._on_failed = on_failed
         self._on_applied = on_applied
-        self._jobs: dict[int, LayerJob] = {}
+        self._on_retry = on_retry
+        self._jobs: dict[int, list[LayerJob]] = {}  # a layer's first job, then those that READ again
+        self._detours = Detours(plan)
         self._ready = [False] * plan.new.num_layers
         self._staged = 0
         self._applied = self._commit_to = 0
         self._failed = self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stager: asyncio.Task[None] | None = None
+        self._at_work: dict[int, list[asyncio.Task[None]]] = {}  # by layer
         self._copies: set[asyncio.Task[None]] = set()
         self._apply_task: asyncio.Task[Any] | None = None
-        self._window = Window(
-            max_bytes=settings.max_bytes_in_flight,
-            max_requests=settings.max_requests_in_flight,
-            max_peer_bytes=settings.max_bytes_in_flight,
-            max_peer_requests=settings.max_peer_requests_in_flight,
+        self._freed = asyncio.Event()
+        self._reads = Reads(
+            rank=rank,
+            ep_size=plan.new.ep_size,
+            sources=sources,
+            engine=engine,
+            endpoint=endpoint,
+            settings=settings,
+            deadline=deadline,
+            traffic=self.traffic,
         )
-        self._room = asyncio.Event()
 
     def start(self) -> None:
         """Begin to post READs; only after BEGIN."""
-        self._spawn(self._stage_layers(), "staging")
+        self._stage_from(0)
 
     def commit(self, upto: int) -> None:
         """Layers below ``upto`` are decided: apply them, in order."""
@@ -154,28 +142,37 @@ class EpochRun:
         await asyncio.gather(*self._tasks, *self._copies, return_exceptions=True)
         while self._apply_task is not None and not self._apply_task.done():
             await asyncio.wait([self._apply_task])
-        for job in self._jobs.values():
-            for transfer in job.transfers:
-                self._endpoint.abandon(transfer)
-            self._staging.free(tuple(job.pieces.values()))
+        self._let_go([job for jobs in self._jobs.values() for job in jobs])
         self._jobs.clear()
+        if self._loader is not None:
+            self._loader.close()
 
     def read_error(self) -> Exception | None:
-        """The first READ's failure, if one has failed."""
-        errors = (transfer.error for job in self._jobs.values() for transfer in job.transfers)
+        """The first failure of a READ that nothing took the place of, if there is one."""
+        errors = (transfer.error for jobs in self._jobs.values() for transfer in jobs[-1].transfers)
         return next((error for error in errors if error is not None), None)
 
+    @property
+    def waiting(self) -> str:
+        """The caller's code that is waited for, in words; empty if none is."""
+        return self._loader.waiting if self._loader is not None else ""
+
     # ------------------------------------------------------------------------------------------- staging
-    async def _stage_layers(self) -> None:
-        for layer in range(self.plan.new.num_layers):
-            moves = self.plan.moves(layer, self.rank)
-            job = LayerJob(layer, moves, self._weights.layout)
+    def _stage_from(self, first: int) -> None:
+        self._stager = self._spawn(self._stage_layers(first), "staging")
+
+    async def _stage_layers(self, first: int) -> None:
+        for layer in range(first, self.plan.new.num_layers):
+            moves = [self._detours.around(layer, move) for move in self.plan.moves(layer, self.rank)]
+            job = LayerJob(layer, tuple(moves), self._weights.layout)
             if job.sizes:
                 job.pieces = {piece.memory: piece for piece in await self._staging.allocate(job.sizes)}
-            self._jobs[layer] = job
+            self._jobs[layer] = [job]
             local = self._copy_local(job)
-            await self._post(job)
-            self._spawn(self._complete(job, local), f"layer {layer}")
+            loads = self._spawn(self._load(job), f"loads of layer {layer}") if self._lacks(job) else None
+            self._at_work[layer] = [task for task in (loads,) if task is not None]
+            await self._reads.post(job)
+            self._at_work[layer].append(self._spawn(self._complete(job, local, loads), f"layer {layer}"))
 
     def _copy_local(self, job: LayerJob) -> asyncio.Task[None] | None:
         own = [(i, move) for i, move in enumerate(job.moves) if move.is_local]
@@ -191,82 +188,49 @@ class EpochRun:
             for tensor, spec in enumerate(job.specs)
             if spec.row_bytes
         ]
-        task = self._engine.loop.create_task(self._copier.copy(copies), name=f"local copies of layer {job.layer}")
+        return self._copy(copies, f"local copies of layer {job.layer}")
+
+    def _lacks(self, job: LayerJob) -> bool:
+        return any(move.is_loaded for move in job.moves)
+
+    async def _load(self, job: LayerJob) -> None:
+        """Experts that no member holds: the caller's tensors, and an entry that says what they are (I-16)."""
+        tensors = [i for i, spec in enumerate(job.specs) if spec.name != ENTRY_NAME]
+        for i, move in enumerate(job.moves):
+            if not move.is_loaded:
+                continue
+            assert self._loader is not None, "a plan with lost experts began without load_expert"
+            rows = await self._loader.rows(job.layer, move.expert, [job.specs[tensor] for tensor in tensors])
+            row_of = dict(zip(tensors, rows, strict=True))
+            copies = [
+                Copy(
+                    target=self._staged_rows(job, tensor),
+                    to=[i],
+                    source=row_of[tensor] if tensor in row_of else entry_rows([move.expert], self._version),
+                    frm=[0],
+                )
+                for tensor, spec in enumerate(job.specs)
+                if spec.row_bytes
+            ]
+            await asyncio.shield(self._copy(copies, f"loaded expert {move.expert} of layer {job.layer}"))
+            self.traffic.loads += 1
+
+    def _copy(self, copies: list[Copy], name: str) -> asyncio.Task[None]:
+        task = self._engine.loop.create_task(self._copier.copy(copies), name=name)
         self._copies.add(task)
         return task
 
-    async def _post(self, job: LayerJob) -> None:
-        for memory in job.sizes:
-            row_bytes = [s.row_bytes if memory_of(s.device) == memory else 0 for s in job.specs]
-            for batch in pieces(
-                job.moves,
-                row_bytes,
-                max_bytes=self._settings.max_post_bytes,
-                max_descriptors=self._settings.max_post_descriptors,
-                rank=self.rank,
-                ep_size=self.plan.new.ep_size,
-            ):
-                while not self._window.admit(batch.source, batch.nbytes):
-                    self._room.clear()
-                    await self._room.wait()
-                self._post_batch(job, batch, memory)
-                await asyncio.sleep(0)
-
-    def _post_batch(self, job: LayerJob, batch: Batch, memory: str) -> None:
-        source = self._sources[batch.source]
-        theirs_at = source.layout.layers[job.layer]
-        used = sorted(set(batch.tensor.tolist()))
-        remote_memory = {memory_of(theirs_at[tensor].spec.device) for tensor in used}
-        if len(remote_memory) != 1:
-            raise TransferError(f"rank {source.rank} keeps tensors of layer {job.layer} on unlike devices")
-        local = np.empty((len(batch.move), 3), dtype=np.uint64)
-        remote = np.empty_like(local)
-        slots = np.array([move.source_slot for move in job.moves], dtype=np.int64)
-        for tensor in used:
-            mine = batch.tensor == tensor
-            place, piece, spec = theirs_at[tensor], job.pieces[memory], job.specs[tensor]
-            rows = batch.move[mine]
-            base = piece.address + job.offsets[tensor]
-            local[mine, 0] = base + rows * spec.row_bytes + batch.offset[mine]
-            remote[mine, 0] = place.address + slots[rows] * place.spec.row_stride + batch.offset[mine]
-            local[mine, 2] = device_index(spec.device)
-            remote[mine, 2] = device_index(place.spec.device)
-        local[:, 1] = remote[:, 1] = batch.length
-        now = self._engine.loop.time()
-        experts = tuple(job.moves[i].expert for i in sorted(set(batch.move.tolist())))
-        try:
-            transfer = self._endpoint.post(
-                local,
-                remote,
-                source.peer,
-                timeout=max(0.0, self._deadline - now),
-                local_memory=memory,
-                remote_memory=remote_memory.pop(),
-                origin=Origin(rank=source.rank, layer=job.layer, experts=experts),
-            )
-        except BaseException:
-            self._window.done(batch.source, batch.nbytes)
-            raise
-        job.transfers.append(transfer)
-        self.traffic.reads += 1
-        peer = self.traffic.by_peer.setdefault(source.rank, [0.0, now, now])
-
-        def ended(future: asyncio.Future[None]) -> None:
-            self._window.done(batch.source, batch.nbytes)
-            self._room.set()
-            if not future.cancelled() and future.exception() is None:
-                self.traffic.bytes_read += batch.nbytes
-                peer[0] += batch.nbytes
-                peer[2] = self._engine.loop.time()
-
-        transfer.future.add_done_callback(ended)
-
-    async def _complete(self, job: LayerJob, local: asyncio.Task[None] | None) -> None:
-        for transfer in job.transfers:
-            await transfer.future
+    async def _complete(
+        self, job: LayerJob, local: asyncio.Task[None] | None, loads: asyncio.Task[None] | None
+    ) -> None:
+        failed = await self._reads.outcome(job)
         if local is not None:
             await asyncio.shield(local)
-        self._verify(job)
+        if loads is not None:
+            await loads
+        while failed := self._verify(job, failed):
+            job = await self._read_again(job, failed)
+            failed = await self._reads.outcome(job)
         self._ready[job.layer] = True
         before = self._staged
         while self._staged < len(self._ready) and self._ready[self._staged]:
@@ -274,35 +238,116 @@ class EpochRun:
         if self._staged > before and not self._failed:
             self._on_staged(self._staged)
 
-    def _verify(self, job: LayerJob) -> None:
-        """I-16: the rows that arrived are the experts, of the weight version, that were meant."""
+    async def _read_again(self, job: LayerJob, failed: Mapping[int, Exception]) -> LayerJob:
+        """Post READs of what was not brought from other sources, each expert whole.
+
+        Raises:
+            Exception: The failure of an expert that no source is left for, or no staging.
+        """
+        again = [self._elsewhere(job.layer, job.moves[i], error) for i, error in failed.items()]
+        new = LayerJob(job.layer, tuple(again), self._weights.layout)
+        # A READ that failed may still write its rows (N-19), so what takes its place lands elsewhere (I-3).
+        if not await self._find_room(new):
+            error = next(iter(failed.values()))
+            error.add_note("not read again from another rank: no staging was free for it")
+            raise error
+        job.kept = [i for i in job.kept if i not in failed]
+        served: dict[tuple[int, int], list[int]] = {}  # (source that failed, the one instead) -> moves
+        for i, move in zip(failed, again, strict=True):
+            served.setdefault((job.moves[i].source, move.source), []).append(i)
+        for (source, instead), rows in served.items():
+            self._on_retry(job.layer, [job.moves[i].expert for i in rows], source, instead, failed[rows[0]])
+        self.traffic.retries += len(again)
+        await self._reads.post(new)
+        return new
+
+    async def _find_room(self, new: LayerJob) -> bool:
+        """Staging for a job that takes the place of READs that failed; returns whether there is any."""
+        rewound = False
+        while (pieces := self._staging.try_allocate(new.sizes)) is None:
+            if self._applied < new.layer:  # what earlier layers hold comes back
+                self._freed.clear()
+                await self._freed.wait()
+            elif max(self._jobs) > new.layer:  # what later layers hold does not: they wait for this one
+                rewound = True
+                await self._rewind(new.layer)
+            else:
+                return False
+        new.pieces = {piece.memory: piece for piece in pieces}
+        self._jobs[new.layer].append(new)
+        if rewound:
+            self._stage_from(new.layer + 1)
+        return True
+
+    async def _rewind(self, layer: int) -> None:
+        """Take back what is staged of later layers, none of which has been voted for, and stop staging."""
+        tasks = [task for at, tasks in self._at_work.items() if at > layer for task in tasks]
+        tasks += [self._stager] if self._stager is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._copies, return_exceptions=True)
+        dropped = [job for at in sorted(self._jobs) if at > layer for job in self._jobs.pop(at)]
+        self._ready[layer + 1 :] = [False] * (len(self._ready) - layer - 1)
+        self._let_go(dropped)
+        ending = {transfer for job in dropped for transfer in job.transfers}
+        left = max(0.0, self._deadline - self._engine.loop.time())
+        await self._endpoint.drained(left, of=lambda transfer: transfer.pollable and transfer in ending)
+
+    def _let_go(self, jobs: list[LayerJob]) -> None:
+        for job in jobs:
+            for transfer in job.transfers:
+                self._endpoint.abandon(transfer)
+            self._staging.free(tuple(job.pieces.values()))
+
+    def _elsewhere(self, layer: int, move: Move, error: Exception) -> Move:
+        """The move that takes the place of one that failed."""
+        instead = self._detours.instead(layer, move) if self._settings.retry_reads else None
+        if instead is None:
+            raise error
+        return instead
+
+    def _verify(self, job: LayerJob, failed: Mapping[int, Exception]) -> dict[int, Exception]:
+        """I-16: the rows that arrived are the experts, of the weight version, that were meant.
+
+        Returns:
+            ``failed``, and moves that brought something else.
+        """
+        wrong = dict(failed)
         entries = next((i for i, spec in enumerate(job.specs) if spec.name == ENTRY_NAME), None)
         if entries is None or not job.moves:
-            return
+            return wrong
         staged = self._staged_rows(job, entries).numpy()
-        for row, move in zip(staged, job.moves, strict=True):
+        for i, (row, move) in enumerate(zip(staged, job.moves, strict=True)):
             where = f"layer {job.layer}, expert {move.expert} from slot {move.source_slot} of rank {move.source}"
-            check_entry(row.tobytes(), move.expert, self._version, where)
+            if i not in failed:
+                try:
+                    check_entry(row.tobytes(), move.expert, self._version, where)
+                except IntegrityError as error:
+                    wrong[i] = error
+        return wrong
 
     # --------------------------------------------------------------------------------------------- apply
     async def _apply_layers(self) -> None:
         while self._applied < self._commit_to and not self._stopped:
             layer = self._applied
-            job = self._jobs.pop(layer)
+            jobs = self._jobs.pop(layer)
             copies = [
                 Copy(
                     target=self._weights.rows(layer, tensor),
-                    to=[slot for move in job.moves for slot in move.targets],
+                    to=[slot for i in job.kept for slot in job.moves[i].targets],
                     source=self._staged_rows(job, tensor),
-                    frm=[i for i, move in enumerate(job.moves) for _ in move.targets],
+                    frm=[i for i in job.kept for _ in job.moves[i].targets],
                 )
+                for job in jobs
                 for tensor, spec in enumerate(job.specs)
-                if spec.row_bytes and job.moves
+                if spec.row_bytes and job.kept
             ]
             await self._copier.copy(copies)
             self.traffic.bytes_copied += sum(copy.nbytes for copy in copies)
-            self._staging.free(tuple(job.pieces.values()))
+            for job in jobs:
+                self._staging.free(tuple(job.pieces.values()))
             self._applied += 1
+            self._freed.set()
             self._on_applied(layer)
 
     # -------------------------------------------------------------------------------------------- within
@@ -311,10 +356,11 @@ class EpochRun:
         piece = job.pieces[memory_of(spec.device)]
         return self._staging.view(piece, job.offsets[tensor], len(job.moves), spec.row_bytes)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._engine.loop.create_task(coroutine, name=f"{name} on rank {self.rank}")
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

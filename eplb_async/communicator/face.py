@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from eplb_async.communicator.loading import Loader, LoadExpert, refuse_inside
 from eplb_async.communicator.opener import Opener
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.session import Session
@@ -111,7 +112,9 @@ class AsyncEplbCommunicator:
 
         return Opening(opened)
 
-    async def migrate(self, placement: Placement, *, timeout: float | None = None) -> MigrationReport:
+    async def migrate(
+        self, placement: Placement, *, timeout: float | None = None, load_expert: LoadExpert | None = None
+    ) -> MigrationReport:
         """Move to a new placement, together with every rank of the view; each calls this with the same one.
 
         Cancelled: ends at once; the epoch ends on all ranks at one layer, possibly the last, settles in the
@@ -121,12 +124,19 @@ class AsyncEplbCommunicator:
         Args:
             placement: Where the experts are to be.
             timeout: Seconds, queueing included; default ``settings.migrate_timeout``.
+            load_expert: Supplies experts whose only copies were on ranks that are out: called with a layer and a
+                logical expert, once on each rank that needs it, it returns one tensor ``[...]`` (no expert
+                dimension) for each of the layer's tensors, by name or in order. It runs in a thread of its own,
+                one call at a time; an awaitable that it returns is awaited on this loop. Either every rank
+                passes it or none.
 
         Returns:
             What was moved, and how fast.
 
         Raises:
-            PlacementError: It does not fit the current one, or an expert has no source; nothing was sent.
+            PlacementError: It does not fit the current one, or uses slots of ranks that are out; nothing was sent.
+            ExpertsLost: No rank holds some experts, and this one has no ``load_expert``; nothing was read.
+            ExpertLoadFailed: ``load_expert`` failed on this rank, or gave other tensors; the epoch was ended on all.
             WeightsError: A tensor moved since it was registered; nothing was sent.
             NixlTransferFailed: A READ failed on this rank; the epoch was ended on all.
             IntegrityError: A READ brought other bytes than meant; the epoch was ended on all.
@@ -141,7 +151,8 @@ class AsyncEplbCommunicator:
         limit = seconds(timeout, session.settings.migrate_timeout)
         with self._doing("migrate"):
             self._weights.moved()
-            return await self._engine.run(lambda: session.migrate(placement, limit))
+            loader = None if load_expert is None else Loader(load_expert, self._engine)
+            return await self._engine.run(lambda: session.migrate(placement, limit, loader))
 
     async def rebind(self) -> None:
         """Register the weights as they are now, after a reload moved their storage.
@@ -190,8 +201,12 @@ class AsyncEplbCommunicator:
 
         Returns:
             What had not ended and went with the agent, in words.
+
+        Raises:
+            CommunicatorBusy: Called from within a ``load_expert`` that a migration waits for.
         """
         self._check_loop()
+        refuse_inside(self._engine, "close")
         limit = seconds(timeout, self._session.settings.close_timeout)
         if self._closing is None:
             self._closed = True

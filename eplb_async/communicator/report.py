@@ -16,6 +16,8 @@ class MigrationReport:
         bytes_read: Bytes that this rank read from peers.
         bytes_copied: Bytes that this rank copied out of staging into rows.
         reads: READ requests posted.
+        retries: Experts that were READ again from another rank because a READ of them failed, each time counted.
+        loads: Lost experts that ``load_expert`` supplied on this rank.
         seconds: Wall time by phase: ``plan``, ``join`` (until BEGIN), ``move`` (until the last COMMIT),
             ``apply`` (after it), ``total``.
         gb_per_s: Gigabytes (1e9) per second read from each peer, over the time its READs were in flight.
@@ -28,6 +30,8 @@ class MigrationReport:
     bytes_read: int
     bytes_copied: int
     reads: int
+    retries: int
+    loads: int
     seconds: Mapping[str, float]
     gb_per_s: Mapping[int, float]
     polls: int

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Executor
 
 import torch
@@ -14,8 +15,10 @@ import torch
 from eplb_async.communicator.agents import Agents
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.driver import Driver
-from eplb_async.communicator.epoch import EpochRun, LayerJob
+from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.introduction import Introducer
+from eplb_async.communicator.job import LayerJob
+from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.members import Identity, Roster, memory_of
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.watchdog import Watchdog
@@ -70,6 +73,7 @@ class Session:
         self._engine = engine
         self._copier = copier
         self._roster = Roster()
+        self._read_failures: dict[int, str] = {}  # as noted in degraded, until the next migration begins
         self.driver = Driver(
             identity,
             engine=engine,
@@ -132,7 +136,7 @@ class Session:
             _log.info("rank %d met %d peers; slowest was rank %d, %.3f s", me.rank, len(self.met_seconds), *slowest)
 
     # ------------------------------------------------------------------------------------------- migrate
-    async def migrate(self, new: Placement, timeout: float) -> MigrationReport:
+    async def migrate(self, new: Placement, timeout: float, loader: Loader | None = None) -> MigrationReport:
         """Run one migration; see ``AsyncEplbCommunicator.migrate``."""
         loop = self._engine.loop
         started = loop.time()
@@ -144,6 +148,9 @@ class Session:
         except TimeoutError:
             raise self._never_joined(timeout) from None
         self._check_open()
+        refusal = wanted.lost_error() if loader is None else None
+        if refusal is not None and len(wanted.members) == 1:
+            raise refusal
         attempt = Attempt(
             wanted,
             deadline=deadline,
@@ -151,10 +158,12 @@ class Session:
             loop=loop,
             planned_seconds=planned,
             make_run=self._make_run,
+            loader=loader,
+            refusal=refusal,
         )
         timer = loop.call_at(deadline, self._expire, attempt, timeout)
         try:
-            self.driver.begin(attempt, self._digests(wanted))
+            self.driver.begin(attempt, self._digests(wanted, refuses=refusal is not None))
             return await asyncio.shield(attempt.result)
         except asyncio.CancelledError:
             self.driver.give_up(attempt, "cancelled by its caller")
@@ -254,12 +263,17 @@ class Session:
         members = self.driver.protocol.members
         nodes = {m.rank: m.node for m in self._roster} | {self.driver.identity.rank: self.driver.identity.node}
         labels = [nodes.get(rank, "") for rank in range(self.driver.identity.ep_size)]
-        return plan(self.placement, new, nodes=labels, members=members)
+        return plan(self.placement, new, nodes=labels, members=members, load_lost=True)
 
-    def _digests(self, wanted: MigrationPlan) -> messages.Digests:
+    def _digests(self, wanted: MigrationPlan, *, refuses: bool) -> messages.Digests:
+        """Digests of JOIN; a rank that cannot load what is lost joins with one that no other rank has.
+
+        So all ranks learn that it refuses, however late they join, and no READ is posted.
+        """
         nodes = sorted((m.rank, m.node) for m in self._roster)
         nodes.append((self.driver.identity.rank, self.driver.identity.node))
-        rest = (PLAN_VERSION, wanted.members, sorted(nodes), self.settings.verify, self.version)
+        refuser = self.driver.identity.rank if refuses else -1
+        rest = (PLAN_VERSION, wanted.members, sorted(nodes), self.settings.verify, self.version, refuser)
         digest = hashlib.blake2b(repr(rest).encode(), digest_size=16).digest()
         return (wanted.old.digest(), wanted.new.digest(), digest)
 
@@ -276,6 +290,17 @@ class Session:
         def applied(layer: int) -> None:
             self.placement = self.placement.with_layers(attempt.plan.new, layer + 1)
 
+        def retried(layer: int, experts: Sequence[int], source: int, instead: int, error: Exception) -> None:
+            why = describe(error)
+            what = f"rank {instead} serves experts {list(experts)} of layer {layer} instead of rank {source}"
+            _log.warning("rank %d: %s: %s", self.driver.identity.rank, what, why)
+            if source not in self.driver.degraded:
+                self.driver.degraded[source] = self._read_failures[source] = f"a READ from it failed: {why}"
+
+        for rank, why in self._read_failures.items():  # of an earlier migration
+            if self.driver.degraded.get(rank) == why:
+                del self.driver.degraded[rank]
+        self._read_failures.clear()
         return EpochRun(
             plan=attempt.plan,
             rank=self.driver.identity.rank,
@@ -287,10 +312,12 @@ class Session:
             copier=self._copier,
             settings=self.settings,
             version=self.version,
+            loader=attempt.loader,
             deadline=attempt.deadline,
             on_staged=staged,
             on_failed=failed,
             on_applied=applied,
+            on_retry=retried,
         )
 
     def _expire(self, attempt: Attempt, timeout: float) -> None:
@@ -299,6 +326,8 @@ class Session:
         if attempt.cause is None and attempt.run is not None:
             attempt.cause = attempt.run.read_error()
         waiting = f", waiting for ranks {sorted(protocol.waiting_for)}" if protocol.waiting_for else ""
+        if attempt.run is not None and attempt.run.waiting:
+            waiting += f", waiting for {attempt.run.waiting} of this rank"
         attempt.late = True
         self.driver.give_up(
             attempt,

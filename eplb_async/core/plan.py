@@ -2,7 +2,7 @@
 
 Every expert that a rank must hold in slots which did not hold it is one **move** of that rank: a local copy
 if the rank held the expert anywhere before, else one READ from one source; further slots are filled from
-staging.
+staging. An expert that no member holds any more is **lost**: its move has no source, and the reader loads it.
 
 How sources are chosen, per layer and expert: the readers that have a source on their own node share those
 sources; the other readers share all sources. Such readers are a team, with ``n`` readers and ``k`` sources.
@@ -15,15 +15,16 @@ sources; the other readers share all sources. Such readers are a team, with ``n`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb_async.core.placement import Placement, read_only, spell_experts
-from eplb_async.errors import PlacementError
+from eplb_async.errors import ExpertsLost, PlacementError
 
 __all__ = ["PLAN_VERSION", "MigrationPlan", "Move", "plan"]
 
@@ -31,13 +32,17 @@ PLAN_VERSION = 1
 """Changes whenever the same arguments may give another plan: ranks with unequal versions must not migrate."""
 
 _NEVER = np.int64(1) << 60
+_SHOWN = 8
 _Ints = NDArray[np.int32]
 _Longs = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One expert that a reader receives once, for one or more of its slots."""
+    """One expert that a reader receives once, for one or more of its slots.
+
+    ``source`` and ``source_slot`` are -1 where no member holds the expert: the reader loads it.
+    """
 
     reader: int
     expert: int
@@ -47,8 +52,18 @@ class Move:
 
     @property
     def is_local(self) -> bool:
-        """Whether the reader copies from itself; otherwise it READs."""
+        """Whether the reader copies from itself."""
         return self.source == self.reader
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether no member holds the expert, so that the reader loads it."""
+        return self.source < 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the reader READs it from another rank."""
+        return not self.is_local and not self.is_loaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +79,11 @@ class MigrationPlan:
         layer: ``[M]``.
         reader: ``[M]`` rank that receives.
         expert: ``[M]`` logical expert.
-        source: ``[M]`` rank whose row is read; the reader itself for a local copy.
-        source_slot: ``[M]`` slot on the source, in ``old``.
+        source: ``[M]`` rank whose row is read; the reader itself for a local copy, -1 for a lost expert.
+        source_slot: ``[M]`` slot on the source, in ``old``; -1 for a lost expert.
         target_offsets: ``[M + 1]``; move ``i`` fills ``targets[target_offsets[i]:target_offsets[i + 1]]``.
         targets: ``[T]`` slots on the reader, ascending within a move.
+        node: ``[ep_size]`` number of each rank's node.
     """
 
     old: Placement
@@ -80,16 +96,48 @@ class MigrationPlan:
     source_slot: _Ints
     target_offsets: _Ints
     targets: _Ints
+    node: _Ints
 
     @property
     def num_reads(self) -> int:
         """Experts that cross ranks."""
-        return int(np.count_nonzero(self.source != self.reader))
+        return len(self.layer) - self.num_local - self.num_loads
 
     @property
     def num_local(self) -> int:
         """Experts that a rank copies from itself."""
-        return len(self.layer) - self.num_reads
+        return int(np.count_nonzero(self.source == self.reader))
+
+    @property
+    def num_loads(self) -> int:
+        """Lost experts that a rank loads; each rank that needs one loads it."""
+        return int(np.count_nonzero(self.source < 0))
+
+    @cached_property
+    def lost(self) -> Mapping[int, tuple[int, ...]]:
+        """Experts that no member holds, ascending, by layer; layers without any are left out."""
+        lost = self.source < 0
+        return _by_layer(np.unique(np.stack([self.layer[lost], self.expert[lost]], axis=1), axis=0))
+
+    def lost_error(self) -> ExpertsLost | None:
+        """What to raise where lost experts cannot be loaded; ``None`` if none is lost."""
+        absent = np.zeros((self.new.num_layers, self.new.num_logical), dtype=np.bool_)
+        absent[self.layer[self.source < 0], self.expert[self.source < 0]] = True
+        return _lost_error(absent, self.members) if self.lost else None
+
+    def sources(self, layer: int, expert: int, reader: int) -> tuple[tuple[int, int], ...]:
+        """Members other than ``reader`` that hold an expert in ``old``, each with its lowest slot there.
+
+        Those on the reader's node come first, then by distance in rank after the reader.
+        """
+        found: dict[int, int] = {}
+        for physical in np.flatnonzero(self.old.physical_to_logical_map[layer] == expert).tolist():
+            rank, slot = divmod(physical, self.old.num_local_experts)
+            if rank != reader and rank in self.members:
+                found.setdefault(rank, slot)
+        near = self.node[reader]
+        order = sorted(found, key=lambda rank: (self.node[rank] != near, (rank - reader) % self.old.ep_size))
+        return tuple((rank, found[rank]) for rank in order)
 
     @property
     def is_empty(self) -> bool:
@@ -116,7 +164,7 @@ class MigrationPlan:
 
     def reads_by_source(self, layer: int) -> _Longs:
         """READs that each rank serves in ``layer``, int64 ``[ep_size]``."""
-        chosen = self.source[(self.layer == layer) & (self.source != self.reader)]
+        chosen = self.source[(self.layer == layer) & (self.source != self.reader) & (self.source >= 0)]
         return np.bincount(chosen, minlength=self.new.ep_size)
 
     def max_incoming(self, bytes_per_layer: Sequence[int]) -> int:
@@ -146,6 +194,7 @@ def plan(
     *,
     nodes: Sequence[str] | None = None,
     members: Collection[int] | None = None,
+    load_lost: bool = False,
 ) -> MigrationPlan:
     """Plans a migration; depends on nothing but its arguments.
 
@@ -154,17 +203,24 @@ def plan(
         new: Where they shall be.
         nodes: Host label of each rank ``[ep_size]``, for "same node first"; default one node.
         members: Ranks that take part; default all. Only they are sources, only they hold experts in ``new``.
+        load_lost: Plan experts that no member holds as moves without a source, instead of refusing them.
 
     Raises:
-        PlacementError: ``old``, ``new``, ``nodes`` and ``members`` do not fit together, an expert has no copy
-            on any member, or ``new`` uses a rank that is not a member.
+        PlacementError: ``old``, ``new``, ``nodes`` and ``members`` do not fit together, or ``new`` uses a rank
+            that is not a member.
+        ExpertsLost: Experts have no copy on any member, and ``load_lost`` is not set; lists all of them.
     """
     old.require_same_sizes(new)
     node = _node_numbers(nodes, old.ep_size)
     ranks = tuple(sorted(set(range(old.ep_size) if members is None else map(int, members))))
     holders = _Holders.of(old)
     sources = holders.only(_mask(ranks, old.ep_size), node)
-    _check_members(new, ranks, sources)
+    held = np.bincount(sources.group, minlength=new.num_layers * new.num_logical) > 0
+    # Each expert has a copy in new, so one that no member holds in old must be read, and cannot be.
+    lost = ~held.reshape(new.num_layers, new.num_logical)
+    if lost.any() and not load_lost:
+        raise _lost_error(lost, ranks)
+    _check_members(new, ranks, lost)
 
     layer, physical = np.nonzero(
         (new.physical_to_logical_map != old.physical_to_logical_map) & (new.physical_to_logical_map >= 0)
@@ -181,11 +237,12 @@ def plan(
 
     group = layer * new.num_logical + expert
     source, source_slot = reader.copy(), holders.slot_on(group, reader)
-    reads = np.flatnonzero(source_slot < 0)
+    source[~held[group]] = -1
+    reads = np.flatnonzero((source_slot < 0) & held[group])
     chosen = _choose(sources, group[reads], reader[reads], node, old)
     source[reads], source_slot[reads] = sources.rank[chosen], sources.slot[chosen]
     offsets = np.concatenate([[0], np.cumsum(count[order])])
-    columns = (read_only(column) for column in (layer, reader, expert, source, source_slot, offsets, targets))
+    columns = (read_only(column) for column in (layer, reader, expert, source, source_slot, offsets, targets, node))
     return MigrationPlan(old, new, ranks, *columns)
 
 
@@ -314,23 +371,41 @@ def _expand(count: _Longs) -> tuple[_Longs, _Longs]:
     return owner, np.arange(owner.size) - (np.cumsum(count) - count)[owner]
 
 
-def _check_members(new: Placement, ranks: tuple[int, ...], sources: _Holders) -> None:
-    held = np.bincount(sources.group, minlength=new.num_layers * new.num_logical) > 0
-    # Each expert has a copy in new, so one that no member holds in old must be read, and cannot be.
-    if not held.all():
-        missing = spell_experts(~held.reshape(new.num_layers, new.num_logical))
+def _lost_error(lost: NDArray[np.bool_], ranks: tuple[int, ...]) -> ExpertsLost:
+    return ExpertsLost(
+        f"no source among ranks {_spell(ranks)} for {spell_experts(lost)}; pass load_expert to migrate() on every "
+        "rank to supply them, or wait for a rank that holds them",
+        lost=_by_layer(np.argwhere(lost)),
+    )
+
+
+def _by_layer(pairs: NDArray[Any]) -> dict[int, tuple[int, ...]]:
+    """Sorted (layer, expert) pairs ``[n, 2]`` as experts by layer."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, expert in pairs.tolist():
+        found[layer] = (*found.get(layer, ()), expert)
+    return found
+
+
+def _check_members(new: Placement, ranks: tuple[int, ...], lost: NDArray[np.bool_]) -> None:
+    outside = [
+        f"rank {rank}, {_spell_slots(new.local(rank))}"
+        for rank in sorted(set(range(new.ep_size)) - set(ranks))
+        if (new.local(rank) >= 0).any()
+    ]
+    if outside:
         raise PlacementError(
-            f"no source among ranks {_spell(ranks)} for {missing}; "
-            "load these experts from a checkpoint, or wait for a rank that holds them"
+            f"the new placement uses slots of ranks that are not members (members are ranks {_spell(ranks)}): "
+            f"{'; '.join(outside)}; set them to -1 and give their experts to members, or reconnect the rank first"
+            + (f". No member holds {spell_experts(lost)}: pass load_expert for these" if lost.any() else "")
         )
-    for rank in sorted(set(range(new.ep_size)) - set(ranks)):
-        used = np.argwhere(new.local(rank) >= 0)
-        if used.size:
-            layer, slot = used[0].tolist()
-            raise PlacementError(
-                f"rank {rank} is not a member, yet the new placement puts expert "
-                f"{new.local(rank)[layer, slot]} in its slot {slot} of layer {layer}; its slots must be -1"
-            )
+
+
+def _spell_slots(local: NDArray[np.int32]) -> str:
+    """The slots that are not empty, ``[num_layers, num_local_experts]``, cut short when there are many."""
+    used = np.argwhere(local >= 0).tolist()
+    shown = [f"slot {slot} of layer {layer} (expert {local[layer, slot]})" for layer, slot in used[:_SHOWN]]
+    return ", ".join(shown) + (f" and {len(used) - _SHOWN} more" if len(used) > _SHOWN else "")
 
 
 def _mask(ranks: tuple[int, ...], ep_size: int) -> NDArray[np.bool_]:

@@ -53,7 +53,7 @@ def pieces(
     rank: int,
     ep_size: int,
 ) -> tuple[Batch, ...]:
-    """Cuts the READs among ``moves`` into batches; local copies and empty rows take no part.
+    """Cuts the READs among ``moves`` into batches; what is copied or loaded, and empty rows, take no part.
 
     Batches of different sources alternate, beginning with the ranks after ``rank``: readers do not all start
     on the same source. Only rows longer than ``max_bytes`` are split.
@@ -74,7 +74,7 @@ def pieces(
     expert = _expert_pieces(row_bytes, max_bytes)
     by_source: dict[int, list[int]] = {}
     for index, move in enumerate(moves):
-        if not move.is_local:
+        if move.is_read:
             by_source.setdefault(move.source, []).append(index)
     queues = [
         _fill(source, np.array(by_source[source]), expert, max_bytes, max_descriptors)

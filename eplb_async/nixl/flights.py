@@ -198,6 +198,7 @@ class Flights:
         else:
             transfer.pollable = False
             transfer.fail(error, self._loop.time())
+            self._changed.set()
 
     def _release(self, transfer: Transfer) -> None:
         handle, transfer.handle = transfer.handle, None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator.loading import LoadExpert
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.settings import Settings
@@ -89,14 +90,19 @@ class LocalCluster:
         await asyncio.gather(*(comm.aclose() for comm in self.comms))
 
     async def migrate(
-        self, placement: Placement, *, timeout: float = 30.0, ranks: Iterable[int] | None = None
+        self,
+        placement: Placement,
+        *,
+        timeout: float = 30.0,
+        ranks: Iterable[int] | None = None,
+        load_expert: LoadExpert | None = None,
     ) -> list[MigrationReport | Exception]:
         """Have ranks migrate at once; a rank's failure takes the place of its report."""
         chosen = range(len(self.comms)) if ranks is None else ranks
 
         async def one(rank: int) -> MigrationReport | Exception:
             try:
-                return await self.comms[rank].migrate(placement, timeout=timeout)
+                return await self.comms[rank].migrate(placement, timeout=timeout, load_expert=load_expert)
             except Exception as error:
                 return error
 

@@ -35,6 +35,10 @@ class PatternWeights:
         values = (np.arange(words, dtype=np.uint64) + start) * np.uint64(0xBF58476D1CE4E5B9)
         return (values ^ (values >> np.uint64(29))).view(np.uint8)[: self.row_bytes[tensor]]
 
+    def load(self, layer: int, expert: int) -> list[torch.Tensor]:
+        """An expert's tensors, as ``load_expert`` gives them."""
+        return [torch.from_numpy(self.expected(layer, tensor, expert)) for tensor in range(len(self.row_bytes))]
+
     def wrong_bytes(self, placement: Placement) -> int:
         """Bytes that differ from what the placement says; empty slots may hold anything."""
         return sum(

@@ -207,8 +207,9 @@ class _Rank:
         """Import NIXL now, so that ``open`` does not."""
         load()
 
-    async def migrate(self, placement: Placement, timeout: float) -> dict[str, Any]:
-        self.running = asyncio.ensure_future(self.opened.migrate(placement, timeout=timeout))
+    async def migrate(self, placement: Placement, timeout: float, load: bool = False) -> dict[str, Any]:
+        load_expert = self.rows.load if load else None
+        self.running = asyncio.ensure_future(self.opened.migrate(placement, timeout=timeout, load_expert=load_expert))
         return asdict(await self.running)
 
     async def cancel(self) -> int:
@@ -234,6 +235,11 @@ class _Rank:
     async def waiting_for(self, *ranks: int) -> None:
         """Answer when this rank waits for exactly these."""
         while self.opened.health().waiting_for != ranks:
+            await asyncio.sleep(0.001)
+
+    async def members(self, *ranks: int) -> None:
+        """Answer when this rank is idle in a view of exactly these."""
+        while (health := self.opened.health()).members != ranks or health.phase != "idle":
             await asyncio.sleep(0.001)
 
     async def check(self, placement: Placement | None = None) -> int:

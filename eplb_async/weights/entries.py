@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import torch
+
 from eplb_async.errors import IntegrityError
 
 ENTRY_BYTES = 32
@@ -16,6 +18,12 @@ _MAGIC = 0x45504C31
 def pack_entries(experts: Sequence[int], version: int) -> bytes:
     """Entries of slots that hold these logical experts, -1 for none; ``ENTRY_BYTES`` each."""
     return b"".join(_ENTRY.pack(_MAGIC, int(expert), version, b"") for expert in experts)
+
+
+def entry_rows(experts: Sequence[int], version: int) -> torch.Tensor:
+    """Entries of slots that hold these logical experts, as rows, uint8 ``[n, ENTRY_BYTES]``."""
+    packed = bytearray(pack_entries(experts, version))
+    return torch.frombuffer(packed, dtype=torch.uint8).view(-1, ENTRY_BYTES)
 
 
 def check_entry(entry: bytes, expert: int, version: int, where: str) -> None:

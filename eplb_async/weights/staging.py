@@ -12,6 +12,7 @@ from eplb_async.errors import WeightsError
 from eplb_async.weights.rows import byte_rows
 
 ALIGNMENT = 256
+_HELD_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +35,8 @@ class Piece:
 class Staging:
     """A first-fit allocator over one buffer per memory type.
 
-    A piece given back while a READ may still write it stays held until :attr:`leased` says otherwise: that is
-    quarantine, as the allocator sees it.
+    What a READ may still write of a piece that is given back stays held until :attr:`leased` says otherwise: that
+    is quarantine, as the allocator sees it.
 
     Args:
         buffers: Flat uint8 tensors by NIXL memory type.
@@ -68,14 +69,13 @@ class Staging:
         return pieces
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
-        """Give pieces back; those that a READ may still write stay held until it has ended.
+        """Give pieces back; the parts that a READ may still write stay held until it has ended.
 
         A piece that was given back already is let be.
         """
         for piece in self._used.intersection(pieces):
             self._used.discard(piece)
-            if self.leased(piece.address, piece.address + piece.nbytes):
-                self._held.add(piece)
+            self._held.update(self._leased_parts(piece, max(ALIGNMENT, piece.nbytes // _HELD_PARTS)))
         self._changed.set()
 
     def reclaim(self) -> int:
@@ -96,6 +96,17 @@ class Staging:
         """Part of a piece as byte rows, uint8 ``[rows, row_bytes]``."""
         start = piece.start + offset
         return self.buffers[piece.memory][start : start + rows * row_bytes].view(rows, row_bytes)
+
+    def _leased_parts(self, piece: Piece, smallest: int) -> list[Piece]:
+        """Halves of halves of a piece, down to ``smallest`` bytes, that a READ may still write."""
+        if not self.leased(piece.address, piece.address + piece.nbytes):
+            return []
+        half = _aligned(piece.nbytes // 2)
+        if piece.nbytes <= smallest or half >= piece.nbytes:
+            return [piece]
+        low = Piece(piece.memory, piece.start, half, piece.address)
+        high = Piece(piece.memory, piece.start + half, piece.nbytes - half, piece.address + half)
+        return self._leased_parts(low, smallest) + self._leased_parts(high, smallest)
 
     def _gap(self, memory: str, nbytes: int, extra: list[Piece], *, only_held: bool = False) -> int | None:
         buffer = self.buffers.get(memory)

@@ -9,7 +9,7 @@ import torch
 
 from eplb_async.core.layout import Layout, compare
 from eplb_async.errors import WeightsError
-from eplb_async.weights.entries import ENTRY_BYTES, ENTRY_NAME, pack_entries
+from eplb_async.weights.entries import ENTRY_BYTES, ENTRY_NAME, entry_rows
 from eplb_async.weights.rows import byte_rows, check_apart, check_movable, place_of
 
 LayerWeights = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
@@ -68,8 +68,7 @@ class ExpertWeights:
     def write_entries(self, layer: int, experts: Sequence[int], version: int) -> None:
         """Say which logical expert each slot of a layer holds; -1 for none."""
         if self._table is not None:
-            packed = bytearray(pack_entries(experts, version))
-            self._table[layer] = torch.frombuffer(packed, dtype=torch.uint8).view(-1, ENTRY_BYTES)
+            self._table[layer] = entry_rows(experts, version)
 
     def moved(self) -> None:
         """Re-read the source and check that every tensor is where it was registered.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import Move, plan
-from eplb_async.errors import PlacementError
+from eplb_async.errors import ExpertsLost, PlacementError
 
 
 @st.composite
@@ -37,6 +37,20 @@ def migrations(draw):
     nodes = draw(st.lists(st.sampled_from("abc"), min_size=ep_size, max_size=ep_size))
     sizes = {"ep_size": ep_size, "num_logical": num_logical}
     return Placement(old, **sizes), Placement(new, **sizes), {"nodes": nodes, "members": members}
+
+
+@st.composite
+def losses(draw):
+    """As `migrations`, but ``old`` may have put the only copies of experts on ranks that are no members."""
+    old, new, where = draw(migrations())
+    layers, local = old.num_layers, old.num_local_experts
+    free = [rank * local + slot for rank in range(old.ep_size) for slot in range(local)]
+    spare = len(free) - old.num_logical
+    rows = np.full((layers, len(free)), -1)
+    for row in rows:
+        extra = draw(st.lists(st.integers(-1, old.num_logical - 1), min_size=spare, max_size=spare))
+        row[free] = draw(st.permutations([*range(old.num_logical), *extra]))
+    return Placement(rows, ep_size=old.ep_size, num_logical=old.num_logical), new, where
 
 
 def every_move(migration):
@@ -225,6 +239,52 @@ def test_c29_experts_lost_with_their_rank_are_named_before_anything_moves():
         plan(old, new, members={0, 2})
 
 
+@given(losses())
+def test_lost_experts_are_all_named_or_loaded_once_by_each_rank_that_needs_them(case):
+    """Without load_lost the error has exactly those; with it they have no source, and the rest of the plan stands."""
+    old, new, where = case
+    lost = {
+        layer: tuple(e for e in range(old.num_logical) if not holders(old, layer, e) & where["members"])
+        for layer in range(old.num_layers)
+    }
+    lost = {layer: experts for layer, experts in lost.items() if experts}
+    migration = plan(old, new, load_lost=True, **where)
+    assert migration.lost == lost
+    if lost:
+        with pytest.raises(ExpertsLost) as raised:
+            plan(old, new, **where)
+        assert raised.value.lost == lost
+        assert str(migration.lost_error()) == str(raised.value)
+    else:
+        assert migration.lost_error() is None
+    filled = defaultdict(set)
+    loads = 0
+    for layer, move in every_move(migration):
+        assert move.is_loaded == (move.expert in lost.get(layer, ()))
+        assert move.is_loaded + move.is_local + move.is_read == 1
+        assert (move.source, move.source_slot) == (-1, -1) or not move.is_loaded
+        loads += move.is_loaded
+        filled[layer, move.reader] |= set(move.targets)
+    assert (migration.num_loads, len(migration.layer)) == (loads, loads + migration.num_local + migration.num_reads)
+    changed = (old.physical_to_logical_map != new.physical_to_logical_map) & (new.physical_to_logical_map >= 0)
+    assert sum(map(len, filled.values())) == changed.sum()
+    assert sum(migration.reads_by_source(layer).sum() for layer in range(old.num_layers)) == migration.num_reads
+
+
+@given(migrations())
+def test_other_sources_are_members_that_hold_the_expert_nearest_first(case):
+    """Every member but the reader, at its lowest slot; the reader's node before all others."""
+    old, new, where = case
+    migration = plan(old, new, **where)
+    for layer, move in every_move(migration):
+        sources = migration.sources(layer, move.expert, move.reader)
+        assert {rank for rank, _ in sources} == (holders(old, layer, move.expert) & where["members"]) - {move.reader}
+        assert all(slot == old.local(rank)[layer].tolist().index(move.expert) for rank, slot in sources)
+        far = [where["nodes"][rank] != where["nodes"][move.reader] for rank, _ in sources]
+        assert far == sorted(far)
+        assert move.is_local or (move.source, move.source_slot) in sources
+
+
 def test_c30_swapping_slots_on_one_rank_is_two_local_copies():
     """Both rows are staged, so neither overwrites the other."""
     migration = plan(Placement([[0, 1]], ep_size=1), Placement([[1, 0]], ep_size=1))
@@ -259,7 +319,7 @@ def test_emptying_a_slot_moves_nothing():
         (
             Placement([[0, 1, -1, 0]], ep_size=2),
             {"members": [0]},
-            "rank 1 is not a member, .* expert 0 in its slot 1",
+            r"members are ranks 0\): rank 1, slot 1 of layer 0 \(expert 0\); set them to -1",
         ),
         (
             Placement([[0, 1, 1, 0]], ep_size=2),

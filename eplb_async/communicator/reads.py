@@ -1,0 +1,182 @@
+"""One epoch's READs on one rank: posted in batches under limits, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eplb_async.communicator.job import LayerJob, Sent
+from eplb_async.communicator.members import Member, device_index, memory_of
+from eplb_async.core.schedule import Batch, Window, pieces
+from eplb_async.engine import LoopEngine
+from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout, TransferError
+from eplb_async.nixl.endpoint import Endpoint
+from eplb_async.nixl.transfer import Origin, Transfer
+from eplb_async.settings import Settings
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters of one epoch."""
+
+    bytes_read: int = 0
+    bytes_copied: int = 0
+    reads: int = 0
+    retries: int = 0
+    loads: int = 0
+    by_peer: dict[int, list[float]] = field(default_factory=dict)  # rank -> [bytes, first post, last end]
+
+
+class Reads:
+    """Posts READs into staging.
+
+    Args:
+        rank: This rank.
+        ep_size: Ranks in the group.
+        sources: Members by rank.
+        engine: The engine loop.
+        endpoint: This rank's agent.
+        settings: Limits.
+        deadline: Loop time at which READs have failed.
+        traffic: Counts what is read.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        ep_size: int,
+        sources: Mapping[int, Member],
+        engine: LoopEngine,
+        endpoint: Endpoint,
+        settings: Settings,
+        deadline: float,
+        traffic: Traffic,
+    ) -> None:
+        self._rank = rank
+        self._ep_size = ep_size
+        self._sources = sources
+        self._engine = engine
+        self._endpoint = endpoint
+        self._settings = settings
+        self._deadline = deadline
+        self._traffic = traffic
+        self._window = Window(
+            max_bytes=settings.max_bytes_in_flight,
+            max_requests=settings.max_requests_in_flight,
+            max_peer_bytes=settings.max_bytes_in_flight,
+            max_peer_requests=settings.max_peer_requests_in_flight,
+        )
+        self._room = asyncio.Event()
+
+    async def post(self, job: LayerJob) -> None:
+        """Post all READs of a job, as the window lets them out; its pieces are allocated.
+
+        Raises:
+            NixlTransferFailed: One failed at once, and another source would not help.
+        """
+        for memory in job.sizes:
+            row_bytes = [s.row_bytes if memory_of(s.device) == memory else 0 for s in job.specs]
+            for batch in pieces(
+                job.moves,
+                row_bytes,
+                max_bytes=self._settings.max_post_bytes,
+                max_descriptors=self._settings.max_post_descriptors,
+                rank=self._rank,
+                ep_size=self._ep_size,
+            ):
+                while not self._window.admit(batch.source, batch.nbytes):
+                    self._room.clear()
+                    await self._room.wait()
+                try:
+                    job.sent.append(Sent(batch, self._post_batch(job, batch, memory)))
+                except NixlTransferFailed as error:
+                    if not self.may_retry(error):
+                        raise
+                    job.sent.append(Sent(batch, error=error))
+                await asyncio.sleep(0)
+
+    async def outcome(self, job: LayerJob) -> dict[int, Exception]:
+        """Wait until every READ of a job is over.
+
+        Returns:
+            Moves that were not brought, and why; another source may.
+
+        Raises:
+            NixlTransferFailed: One failed, and another source would not help.
+        """
+        failed: dict[int, Exception] = {}
+        for sent in job.sent:
+            error = sent.error
+            if sent.transfer is not None:
+                try:
+                    await sent.transfer.future
+                except NixlTransferFailed as late:
+                    error = late
+            if error is not None:
+                if not self.may_retry(error):
+                    raise error
+                for move in sorted(set(sent.batch.move.tolist())):
+                    failed.setdefault(move, error)
+        return failed
+
+    def may_retry(self, error: NixlTransferFailed) -> bool:
+        """Whether another source may help.
+
+        Not after a timeout: the deadline is the migration's. Not after a disconnect: it ends the view, and with
+        it the epoch.
+        """
+        hopeless = isinstance(error, NixlTransferTimeout | NixlPeerDisconnected)
+        return self._settings.retry_reads and not hopeless
+
+    def _post_batch(self, job: LayerJob, batch: Batch, memory: str) -> Transfer:
+        source = self._sources[batch.source]
+        theirs_at = source.layout.layers[job.layer]
+        used = sorted(set(batch.tensor.tolist()))
+        remote_memory = {memory_of(theirs_at[tensor].spec.device) for tensor in used}
+        if len(remote_memory) != 1:
+            raise TransferError(f"rank {source.rank} keeps tensors of layer {job.layer} on unlike devices")
+        local = np.empty((len(batch.move), 3), dtype=np.uint64)
+        remote = np.empty_like(local)
+        slots = np.array([move.source_slot for move in job.moves], dtype=np.int64)
+        for tensor in used:
+            mine = batch.tensor == tensor
+            place, piece, spec = theirs_at[tensor], job.pieces[memory], job.specs[tensor]
+            rows = batch.move[mine]
+            base = piece.address + job.offsets[tensor]
+            local[mine, 0] = base + rows * spec.row_bytes + batch.offset[mine]
+            remote[mine, 0] = place.address + slots[rows] * place.spec.row_stride + batch.offset[mine]
+            local[mine, 2] = device_index(spec.device)
+            remote[mine, 2] = device_index(place.spec.device)
+        local[:, 1] = remote[:, 1] = batch.length
+        now = self._engine.loop.time()
+        experts = tuple(job.moves[i].expert for i in sorted(set(batch.move.tolist())))
+        try:
+            transfer = self._endpoint.post(
+                local,
+                remote,
+                source.peer,
+                timeout=max(0.0, self._deadline - now),
+                local_memory=memory,
+                remote_memory=remote_memory.pop(),
+                origin=Origin(rank=source.rank, layer=job.layer, experts=experts),
+            )
+        except BaseException:
+            self._window.done(batch.source, batch.nbytes)
+            raise
+        self._traffic.reads += 1
+        peer = self._traffic.by_peer.setdefault(source.rank, [0.0, now, now])
+
+        def ended(future: asyncio.Future[None]) -> None:
+            self._window.done(batch.source, batch.nbytes)
+            self._room.set()
+            if not future.cancelled() and future.exception() is None:
+                self._traffic.bytes_read += batch.nbytes
+                peer[0] += batch.nbytes
+                peer[2] = self._engine.loop.time()
+
+        transfer.future.add_done_callback(ended)
+        return transfer
