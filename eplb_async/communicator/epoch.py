@@ -22,7 +22,19 @@ from eplb_async.errors import TransferError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.nixl.transfer import Origin, Transfer
 from eplb_async.settings import Settings
-from eplb_async.weights import ENTRY_NAME, Copier, Copy, ExpertWeights, Piece, Staging, check_entry, pack
+from eplb_async.weights import (
+    ENTRY_NAME,
+    Copier,
+    Copy,
+    Digester,
+    ExpertWeights,
+    Piece,
+    Staging,
+    Wanted,
+    check_digest,
+    check_entry,
+    pack,
+)
 
 
 @dataclass(slots=True)
@@ -62,6 +74,7 @@ class EpochRun:
         copier: Copies rows.
         settings: Limits.
         version: Weight version that every entry must carry.
+        digester: Digests what was staged, where digests are checked.
         deadline: Loop time at which READs have failed.
         on_staged: Called with the number of leading layers that are staged and checked.
         on_failed: Called once, with the first failure.
@@ -81,6 +94,7 @@ class EpochRun:
         copier: Copier,
         settings: Settings,
         version: int,
+        digester: Digester | None,
         deadline: float,
         on_staged: Callable[[int], object],
         on_failed: Callable[[Exception], object],
@@ -97,6 +111,7 @@ class EpochRun:
         self._copier = copier
         self._settings = settings
         self._version = version
+        self._digester = digester
         self._deadline = deadline
         self._on_staged = on_staged
         self._on_failed = on_failed
@@ -266,7 +281,7 @@ class EpochRun:
             await transfer.future
         if local is not None:
             await asyncio.shield(local)
-        self._verify(job)
+        await self._verify(job)
         self._ready[job.layer] = True
         before = self._staged
         while self._staged < len(self._ready) and self._ready[self._staged]:
@@ -274,15 +289,21 @@ class EpochRun:
         if self._staged > before and not self._failed:
             self._on_staged(self._staged)
 
-    def _verify(self, job: LayerJob) -> None:
-        """I-16: the rows that arrived are the experts, of the weight version, that were meant."""
-        entries = next((i for i, spec in enumerate(job.specs) if spec.name == ENTRY_NAME), None)
-        if entries is None or not job.moves:
+    async def _verify(self, job: LayerJob) -> None:
+        """I-16: what is staged, read or copied, is the experts, of the version and with the bytes, that were meant."""
+        at = next((i for i, spec in enumerate(job.specs) if spec.name == ENTRY_NAME), None)
+        if at is None or not job.moves:
             return
-        staged = self._staged_rows(job, entries).numpy()
-        for row, move in zip(staged, job.moves, strict=True):
-            where = f"layer {job.layer}, expert {move.expert} from slot {move.source_slot} of rank {move.source}"
-            check_entry(row.tobytes(), move.expert, self._version, where)
+        entries = [row.tobytes() for row in self._staged_rows(job, at).numpy()]
+        wanted = [Wanted(job.layer, m.expert, self._version, m.source, m.source_slot) for m in job.moves]
+        for entry, meant in zip(entries, wanted, strict=True):
+            check_entry(entry, meant)
+        if self._digester is None:
+            return
+        rows = [self._staged_rows(job, i) for i, spec in enumerate(job.specs) if i != at and spec.row_bytes]
+        digests = await self._digester.digests(job.layer, rows, range(len(job.moves)))
+        for entry, digest, meant in zip(entries, digests, wanted, strict=True):
+            check_digest(entry, digest, meant)
 
     # --------------------------------------------------------------------------------------------- apply
     async def _apply_layers(self) -> None:
