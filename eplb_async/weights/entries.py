@@ -67,9 +67,12 @@ def check_entry(entry: bytes, wanted: Wanted) -> None:
     if magic != _MAGIC:
         raise wanted.wrong("what arrived carries no entry; the source is not the memory it was")
     if (found, its_version) != (wanted.expert, wanted.version):
+        changed = "it changed since the plan was made"
+        if found == wanted.expert:
+            changed += ": its owner updates its weights. Migrate again when all ranks have that update"
         raise wanted.wrong(
             f"wanted expert {wanted.expert} of weight version {wanted.version}, the source holds expert {found} of "
-            f"version {its_version}; it changed since the plan was made"
+            f"version {its_version}; {changed}"
         )
 
 
