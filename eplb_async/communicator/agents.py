@@ -10,6 +10,7 @@ from dataclasses import replace
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.members import Identity, Roster
+from eplb_async.core import messages
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import CommunicatorClosed
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
@@ -120,6 +121,9 @@ class Agents:
         except BaseException:  # nothing has changed; the next migration tries again
             fresh.destroy()
             raise
+        awaited = [member for member in known if member.rank in self._driver.protocol.members]
+        for member in awaited:  # an idle one would hear the successor late: connecting takes its progress several times
+            self._driver.send(member.rank, messages.Ping(term=self._driver.protocol.term, sender=me.rank))
         self.retiring = old
         self.current = self._driver.endpoint = fresh
         self.bare = bare
@@ -129,7 +133,6 @@ class Agents:
             self._roster.put(member)
         silent: list[int] = []
         try:
-            awaited = [member for member in known if member.rank in self._driver.protocol.members]
             with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
                 patience = _MEET_SECONDS + 2 * self._settings.idle_tick
                 silent = await self._introducer.announce(introduction, awaited, patience)
