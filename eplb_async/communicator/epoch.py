@@ -31,9 +31,8 @@ from eplb_async.weights import (
     Piece,
     Staging,
     Wanted,
-    check_digest,
-    check_entry,
     pack,
+    wrong_rows,
 )
 
 
@@ -294,16 +293,10 @@ class EpochRun:
         at = next((i for i, spec in enumerate(job.specs) if spec.name == ENTRY_NAME), None)
         if at is None or not job.moves:
             return
-        entries = [row.tobytes() for row in self._staged_rows(job, at).numpy()]
         wanted = [Wanted(job.layer, m.expert, self._version, m.source, m.source_slot) for m in job.moves]
-        for entry, meant in zip(entries, wanted, strict=True):
-            check_entry(entry, meant)
-        if self._digester is None:
-            return
         rows = [self._staged_rows(job, i) for i, spec in enumerate(job.specs) if i != at and spec.row_bytes]
-        digests = await self._digester.digests(job.layer, rows, range(len(job.moves)))
-        for entry, digest, meant in zip(entries, digests, wanted, strict=True):
-            check_digest(entry, digest, meant)
+        for error in (await wrong_rows(wanted, self._staged_rows(job, at), rows, self._digester)).values():
+            raise error
 
     # --------------------------------------------------------------------------------------------- apply
     async def _apply_layers(self) -> None:

@@ -199,7 +199,7 @@ class AsyncEplbCommunicator:
         """
         owner, settings = self._session.owner, self._session.settings
         chosen = chosen_layers(layers, self._session.placement.num_layers)
-        number = checked_version(version, owner.version)
+        number = checked_version(version, self._session.version)
         limit = seconds(timeout, settings.migrate_timeout)
         with self._owning("update of weights"):
             try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Owner:
-    """The owner's turns with the weights of one session, and the version of what it has written.
+    """The owner's turns with the weights of one session.
 
     Args:
         session: The session.
@@ -36,7 +36,6 @@ class Owner:
         digester: Digests rows, where digests are kept.
 
     Attributes:
-        version: Weight version of the rows: the same number on every rank means the same weights.
         suspended: Whether the memory of weights and staging is let go of, or being let go of.
         half_written: Layers whose update did not end well. Set on the user's loop.
     """
@@ -53,7 +52,6 @@ class Owner:
         copier: Copier,
         digester: Digester | None,
     ) -> None:
-        self.version = 0
         self.suspended = False
         self.half_written: frozenset[int] = frozenset()
         self.digester = digester
@@ -120,10 +118,11 @@ class Owner:
 
     async def end_update(self, layers: Iterable[int], version: int | None) -> None:
         """These layers were rewritten: digest them, and let every entry say the new version."""
+        session = self._session
         self._undigested |= set(layers)
         if not self.suspended:
             await self._digest()
-        self.version = self.version + 1 if version is None else version
+        session.version = session.version + 1 if version is None else version
         self.write_entries()
 
     def release(self) -> None:
@@ -138,7 +137,7 @@ class Owner:
     def write_entries(self) -> None:
         """Let every entry say the expert, by the placement, and the version; digests stay."""
         for layer, experts in enumerate(self._local()):
-            self._weights.write_entries(layer, experts, self.version)
+            self._weights.write_entries(layer, experts, self._session.version)
 
     async def _digest(self) -> None:
         """Digest the layers that are due, once what the server has queued on its stream is done."""
@@ -153,7 +152,7 @@ class Owner:
             digests = [bytes(DIGEST_BYTES)] * len(local[layer])
             for slot, digest in zip(held, found, strict=True):
                 digests[slot] = digest
-            self._weights.write_entries(layer, local[layer], self.version, digests)
+            self._weights.write_entries(layer, local[layer], self._session.version, digests)
             self._undigested.discard(layer)
 
     def _local(self) -> list[list[int]]:

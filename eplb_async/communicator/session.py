@@ -65,6 +65,7 @@ class Session:
         self.placement = placement
         self.settings = settings
         self.weights = weights
+        self.version = 0
         self.met_seconds: dict[int, float] = {}
         self._engine = engine
         self._copier = copier
@@ -101,11 +102,6 @@ class Session:
             digester=Digester(engine) if settings.verify == "full" else None,
         )
         self.owner.write_entries()
-
-    @property
-    def version(self) -> int:
-        """Weight version of this rank's rows."""
-        return self.owner.version
 
     @property
     def endpoint(self) -> Endpoint:

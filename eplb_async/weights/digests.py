@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def load_xxhash() -> Any:
 
 
 class Digester:
-    """Digests rows on the engine's worker thread, row by row, with the GIL released during each.
+    """Digests rows on the engine's worker thread, expert by expert, with the GIL let go of in each.
 
     Args:
         engine: The engine loop.
@@ -78,15 +79,17 @@ class Digester:
         self, layer: int, tensors: Sequence[torch.Tensor], rows: Sequence[int], stop: threading.Event
     ) -> list[bytes]:
         found: list[bytes] = []
+        given = [rows if rows.is_cuda else rows.numpy() for rows in tensors]
         with self._aside(tensors):
             for row in rows:
                 if stop.is_set():
                     break
                 digest = self._new(seed=layer)
-                for tensor in tensors:
-                    for part in _on_host(tensor[row]):
+                for values in given:
+                    for part in _on_host(values[row]):
                         digest.update(part)
                 found.append(digest.digest())
+                time.sleep(0)  # xxhash keeps the GIL over buffers below 100 KiB; the loops want it
         return found
 
     def _aside(self, tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
@@ -100,10 +103,10 @@ class Digester:
         return torch.cuda.stream(self._stream)
 
 
-def _on_host(row: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
+def _on_host(row: torch.Tensor | NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
     """A row's bytes; those of a device come in slices."""
-    if not row.is_cuda:
-        yield row.numpy()
+    if isinstance(row, np.ndarray):
+        yield row
         return
     for start in range(0, row.numel(), _SLICE):
         yield row[start : start + _SLICE].cpu().numpy()

@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,8 +20,8 @@ from eplb_async.engine import Engine, LoopEngine
 from eplb_async.errors import EplbError, IntegrityError
 from eplb_async.settings import Settings
 from eplb_async.testing import MemoryFabric, run
-from eplb_async.weights import Digester, ExpertWeights, Wanted, check_digest, check_entry
-from eplb_async.weights.entries import DIGEST_BYTES, ENTRY_BYTES, MAX_VERSION, pack_entries
+from eplb_async.weights import DIGEST_BYTES, MAX_VERSION, Digester, ExpertWeights, Wanted
+from eplb_async.weights.entries import ENTRY_BYTES, check_digest, check_entry, pack_entries
 
 experts = st.integers(0, (1 << 31) - 1)
 versions = st.integers(0, MAX_VERSION)
@@ -146,11 +147,14 @@ async def test_a_cancelled_digest_ends_when_the_worker_has_stopped() -> None:
         device = torch.device("cpu")
         is_cuda = False
 
-        def __getitem__(self, row: int) -> torch.Tensor:
+        def numpy(self) -> Slow:
+            return self
+
+        def __getitem__(self, row: int) -> np.ndarray[Any, Any]:
             reading.set()
             go.wait(20)
             reads.append(row)
-            return torch.zeros(4, dtype=torch.uint8)
+            return np.zeros(4, np.uint8)
 
     async def main() -> None:
         tensors: Any = [Slow()]

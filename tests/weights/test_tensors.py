@@ -16,7 +16,8 @@ from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
 from eplb_async.errors import HandshakeError, WeightsError
 from eplb_async.testing import MemoryFabric, run
-from eplb_async.weights import ENTRY_NAME, ExpertWeights, Wanted, check_entry
+from eplb_async.weights import ENTRY_NAME, ExpertWeights, Wanted
+from eplb_async.weights.entries import check_entry
 from tests.weights.rank import run_both
 from tests.weights.ranks import fill, migrate, open_ranks, opened
 
