@@ -44,7 +44,7 @@ class Health:
 
     Attributes:
         phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``settling``, ``in_doubt``,
-            ``fenced`` or ``closed``.
+            ``suspended``, ``fenced`` or ``closed``.
         rank: This rank.
         term: Number of the view.
         members: Ranks of the view.
@@ -58,7 +58,9 @@ class Health:
         oldest_read_seconds: Age of the oldest; 0 if none.
         oldest_read_peer: Its peer; empty if none.
         quarantined_bytes: Bytes that READs without an awaiter may still write.
-        recycled: How often the agent was replaced to get its staging back.
+        recycled: How often the agent was replaced: to get its staging back, and by ``rebind``, ``suspend``, ``resume``.
+        weight_version: Weight version of this rank's rows; the same on all ranks, or they cannot migrate.
+        half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.
     """
@@ -78,5 +80,7 @@ class Health:
     oldest_read_peer: str
     quarantined_bytes: int
     recycled: int
+    weight_version: int = 0
+    half_written: tuple[int, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     last_error: str = ""
