@@ -12,7 +12,7 @@ from eplb_async.testing.processes import RankProcesses
 from tests.real.conftest import Start
 
 MIB = 1 << 20
-EXPERTS, LAYERS, ROUNDS = 16, 4, 9
+EXPERTS, LAYERS, ROUNDS = 16, 4, 7
 MODES = ("off", "identity", "full")
 
 
