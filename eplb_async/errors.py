@@ -151,7 +151,29 @@ class NixlPeerDisconnected(NixlTransferFailed):
 
 
 class IntegrityError(EplbError):
-    """The bytes read are not the bytes meant: another expert, another weight version, or damaged."""
+    """The bytes read are not the bytes meant: another expert, another weight version, or damaged.
+
+    Attributes:
+        layer: Layer of the expert.
+        expert: The logical expert that was meant.
+        rank: Rank that it came from.
+        slot: Slot of that rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        layer: int | None = None,
+        expert: int | None = None,
+        rank: int | None = None,
+        slot: int | None = None,
+    ) -> None:
+        self.layer = layer
+        self.expert = expert
+        self.rank = rank
+        self.slot = slot
+        super().__init__(message)
 
 
 class MigrationError(EplbError, RuntimeError):

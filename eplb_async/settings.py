@@ -62,7 +62,8 @@ class Settings:
         ping_interval: How often a waiting rank pings whom it waits for.
         watchdog_fraction: Fraction of its deadline after which a phase is told of in the log; 0 for never.
         staging_layers: Staging to allocate, in layers (as large as the largest layer one rank can receive).
-        verify: ``"identity"`` checks which expert and weight version each READ brought; ``"off"`` does not.
+        verify: ``"identity"`` checks which expert and weight version each READ brought, ``"full"`` also a digest of
+            its bytes (needs the package xxhash); ``"off"`` checks nothing.
         majority_rule: Require a strict majority of the old view for a takeover.
         retry_reads: READ an expert again from another rank that holds it when a READ of it failed.
     """
@@ -88,7 +89,7 @@ class Settings:
     ping_interval: float = 0.25
     watchdog_fraction: float = 0.5
     staging_layers: int = 2
-    verify: Literal["identity", "off"] = "identity"
+    verify: Literal["full", "identity", "off"] = "identity"
     majority_rule: bool = True
     retry_reads: bool = True
 
@@ -100,8 +101,8 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"setting {name}={value!r} is not {kind} from {lowest} to {highest}")
-        if self.verify not in ("identity", "off"):
-            raise ValueError(f"setting verify={self.verify!r} is not 'identity' or 'off'")
+        if self.verify not in ("full", "identity", "off"):
+            raise ValueError(f"setting verify={self.verify!r} is not 'full', 'identity' or 'off'")
         if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 16):
             raise ValueError("setting secret must be bytes, 16 or more of them")
         if self.secret is not None:

@@ -92,8 +92,8 @@ def test_refuses_a_number_out_of_range_by_name(name: str, value: object) -> None
 
 def test_refuses_an_unknown_mode_and_a_short_secret() -> None:
     """A word that is no mode and a secret that is too short or no bytes are refused."""
-    with pytest.raises(ValueError, match="verify='full'"):
-        Settings(verify="full")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="verify='both'"):
+        Settings(verify="both")  # type: ignore[arg-type]
     for secret in (b"short", "a string, long enough"):
         with pytest.raises(ValueError, match="secret must be bytes, 16 or more") as caught:
             Settings(secret=secret)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.members import Identity, Roster
+from eplb_async.core import messages
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import CommunicatorClosed
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
@@ -38,6 +39,7 @@ class Agents:
         current: The agent that lives now.
         retiring: The one that is being replaced, or ``None``.
         recycled: How often it was replaced.
+        bare: Whether the agent that lives now has no memory, only messages.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class Agents:
         self._closing = False
         self.retiring: Endpoint | None = None
         self.recycled = 0
-        self.current = driver.endpoint = self._make(driver.identity)
+        self.bare = False
+        self.current = driver.endpoint = self._make(driver.identity, bare=False)
         staging.leased = self._is_leased
 
     async def settled(self) -> None:
@@ -72,11 +75,16 @@ class Agents:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    async def recycle(self, why: str) -> None:
-        """Replace the agent; goes on to its end when its awaiter is cancelled."""
+    async def recycle(self, why: str, *, bare: bool = False) -> None:
+        """Replace the agent; goes on to its end when its awaiter is cancelled.
+
+        Args:
+            why: For the log.
+            bare: Register no memory with the successor: it only carries messages.
+        """
         if self._closing:
             raise CommunicatorClosed("the communicator closes")
-        self._task = self._engine.spawn(self._recycle(why), "recycling")
+        self._task = self._engine.spawn(self._recycle(why, bare=bare), "recycling")
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._task)
 
@@ -94,14 +102,14 @@ class Agents:
             await asyncio.wait([self._task])
         return await self.current.close(max(0.0, deadline - self._engine.loop.time()))
 
-    async def _recycle(self, why: str) -> None:
+    async def _recycle(self, why: str, *, bare: bool) -> None:
         """What was in flight cannot land any more, and staging is free again.
 
         The successor is introduced before the old agent goes, so that nobody takes its end for our death.
         """
         old, me = self.current, self._driver.identity
         successor = replace(me, incarnation=me.incarnation + 1)
-        fresh = self._make(successor)
+        fresh = self._make(successor, bare=bare)
         try:
             # Excluded ones are kept: who speaks up later must be told that it is out.
             known = [
@@ -109,19 +117,23 @@ class Agents:
                 for member in self._roster
                 if not member.peer.gone
             ]
+            self._introducer.layout = self._weights.layout  # they may have moved
             introduction = self._introducer.introduction(successor, fresh)
         except BaseException:  # nothing has changed; the next migration tries again
             fresh.destroy()
             raise
+        awaited = [member for member in known if member.rank in self._driver.protocol.members]
+        for member in awaited:  # an idle one would hear the successor late: connecting takes its progress several times
+            self._driver.send(member.rank, messages.Ping(term=self._driver.protocol.term, sender=me.rank))
         self.retiring = old
         self.current = self._driver.endpoint = fresh
+        self.bare = bare
         self._driver.identity = successor
         self.recycled += 1
         for member in known:
             self._roster.put(member)
         silent: list[int] = []
         try:
-            awaited = [member for member in known if member.rank in self._driver.protocol.members]
             with fresh.serving(), old.serving():  # members that have not heard yet still write to the old one
                 patience = _MEET_SECONDS + 2 * self._settings.idle_tick
                 silent = await self._introducer.announce(introduction, awaited, patience)
@@ -146,7 +158,7 @@ class Agents:
             silent,
         )
 
-    def _make(self, identity: Identity) -> Endpoint:
+    def _make(self, identity: Identity, *, bare: bool) -> Endpoint:
         name = f"{identity.group}/{identity.rank}.{identity.incarnation:x}-{secrets.token_hex(4)}"
         endpoint = Endpoint(
             name,
@@ -157,6 +169,8 @@ class Agents:
             on_disconnect=self._driver.disconnected,
             on_end=self._staging.wake,
         )
+        if bare:
+            return endpoint
         staging = ((buffer, f"staging {memory}") for memory, buffer in self._staging.buffers.items())
         try:
             endpoint.register_many([*self._weights.regions(), *staging])

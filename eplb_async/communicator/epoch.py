@@ -17,10 +17,9 @@ from eplb_async.communicator.reads import Reads, Traffic
 from eplb_async.core.detours import Detours
 from eplb_async.core.plan import MigrationPlan, Move
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import IntegrityError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
-from eplb_async.weights import ENTRY_NAME, Copier, Copy, ExpertWeights, Staging, check_entry
+from eplb_async.weights import ENTRY_NAME, Copier, Copy, Digester, ExpertWeights, Staging, Wanted, wrong_rows
 from eplb_async.weights.entries import entry_rows
 
 
@@ -39,6 +38,7 @@ class EpochRun:
         settings: Limits.
         version: Weight version that every entry must carry.
         loader: Loads experts that no member holds; may be ``None`` if there are none.
+        digester: Digests what was staged, where digests are checked.
         deadline: Loop time at which READs have failed.
         on_staged: Called with the number of leading layers that are staged and checked.
         on_failed: Called once, with the first failure.
@@ -60,6 +60,7 @@ class EpochRun:
         settings: Settings,
         version: int,
         loader: Loader | None,
+        digester: Digester | None,
         deadline: float,
         on_staged: Callable[[int], object],
         on_failed: Callable[[Exception], object],
@@ -77,6 +78,7 @@ class EpochRun:
         self._settings = settings
         self._version = version
         self._loader = loader
+        self._digester = digester
         self._deadline = deadline
         self._on_staged = on_staged
         self._on_failed = on_failed
@@ -201,12 +203,15 @@ class EpochRun:
                 continue
             assert self._loader is not None, "a plan with lost experts began without load_expert"
             rows = await self._loader.rows(job.layer, move.expert, [job.specs[tensor] for tensor in tensors])
+            digests = None
+            if self._digester is not None:
+                digests = await self._digester.digests(job.layer, [row for row in rows if row.numel()], [0])
             row_of = dict(zip(tensors, rows, strict=True))
             copies = [
                 Copy(
                     target=self._staged_rows(job, tensor),
                     to=[i],
-                    source=row_of[tensor] if tensor in row_of else entry_rows([move.expert], self._version),
+                    source=row_of[tensor] if tensor in row_of else entry_rows([move.expert], self._version, digests),
                     frm=[0],
                 )
                 for tensor, spec in enumerate(job.specs)
@@ -228,7 +233,7 @@ class EpochRun:
             await asyncio.shield(local)
         if loads is not None:
             await loads
-        while failed := self._verify(job, failed):
+        while failed := await self._verify(job, failed):
             job = await self._read_again(job, failed)
             failed = await self._reads.outcome(job)
         self._ready[job.layer] = True
@@ -306,25 +311,18 @@ class EpochRun:
             raise error
         return instead
 
-    def _verify(self, job: LayerJob, failed: Mapping[int, Exception]) -> dict[int, Exception]:
-        """I-16: the rows that arrived are the experts, of the weight version, that were meant.
+    async def _verify(self, job: LayerJob, failed: Mapping[int, Exception]) -> dict[int, Exception]:
+        """I-16: what is staged, however it came, is the experts, of the version and with the bytes, that were meant.
 
         Returns:
             ``failed``, and moves that brought something else.
         """
-        wrong = dict(failed)
-        entries = next((i for i, spec in enumerate(job.specs) if spec.name == ENTRY_NAME), None)
-        if entries is None or not job.moves:
-            return wrong
-        staged = self._staged_rows(job, entries).numpy()
-        for i, (row, move) in enumerate(zip(staged, job.moves, strict=True)):
-            where = f"layer {job.layer}, expert {move.expert} from slot {move.source_slot} of rank {move.source}"
-            if i not in failed:
-                try:
-                    check_entry(row.tobytes(), move.expert, self._version, where)
-                except IntegrityError as error:
-                    wrong[i] = error
-        return wrong
+        at = next((i for i, spec in enumerate(job.specs) if spec.name == ENTRY_NAME), None)
+        if at is None or not job.moves:
+            return dict(failed)
+        wanted = [Wanted(job.layer, m.expert, self._version, m.source, m.source_slot) for m in job.moves]
+        rows = [self._staged_rows(job, i) for i, spec in enumerate(job.specs) if i != at and spec.row_bytes]
+        return {**await wrong_rows(wanted, self._staged_rows(job, at), rows, self._digester), **failed}
 
     # --------------------------------------------------------------------------------------------- apply
     async def _apply_layers(self) -> None:

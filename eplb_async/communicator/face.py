@@ -7,17 +7,18 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import torch
 
 from eplb_async.communicator.loading import Loader, LoadExpert, refuse_inside
 from eplb_async.communicator.opener import Opener
+from eplb_async.communicator.owner import checked_version, chosen_layers
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.session import Session
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
-from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError
+from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError
 from eplb_async.nixl.agent import real
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.opening import Opening
@@ -42,6 +43,7 @@ class AsyncEplbCommunicator:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._busy = ""
+        self._owned = ""
         self._closed = False
         self._closing: asyncio.Future[tuple[str, ...]] | None = None
 
@@ -137,12 +139,13 @@ class AsyncEplbCommunicator:
             PlacementError: It does not fit the current one, or uses slots of ranks that are out; nothing was sent.
             ExpertsLost: No rank holds some experts, and this one has no ``load_expert``; nothing was read.
             ExpertLoadFailed: ``load_expert`` failed on this rank, or gave other tensors; the epoch was ended on all.
-            WeightsError: A tensor moved since it was registered; nothing was sent.
+            WeightsError: A tensor moved since it was registered, or an update of weights did not end well; nothing
+                was sent.
             NixlTransferFailed: A READ failed on this rank; the epoch was ended on all.
             IntegrityError: A READ brought other bytes than meant; the epoch was ended on all.
             MigrationAborted: Another rank ended the epoch; ``MigrationTimeout``: this rank's deadline passed.
             MigrationInDoubt: This rank voted and cannot learn the decision.
-            CommunicatorBusy: A migration is running already.
+            CommunicatorBusy: A migration is running already, weights are being updated, or it is suspended.
             CommunicatorClosed: It is closed, or was fenced by the others.
         """
         session = self._session
@@ -150,6 +153,11 @@ class AsyncEplbCommunicator:
             raise PlacementError(f"need a Placement, not {type(placement).__name__}")
         limit = seconds(timeout, session.settings.migrate_timeout)
         with self._doing("migrate"):
+            if half_written := session.owner.half_written:
+                raise WeightsError(
+                    f"layers {sorted(half_written)} were being rewritten when their update failed, so what their rows "
+                    "hold is not known; write them again inside updating_weights()"
+                )
             self._weights.moved()
             loader = None if load_expert is None else Loader(load_expert, self._engine)
             return await self._engine.run(lambda: session.migrate(placement, limit, loader))
@@ -166,6 +174,106 @@ class AsyncEplbCommunicator:
             await self._engine.run(self._session.settled)
             self._weights.rebind()  # the caller's callable runs on the caller's loop
             await self._engine.run(self._session.rebind)
+
+    @contextlib.asynccontextmanager
+    async def updating_weights(
+        self, layers: Iterable[int] | None = None, *, version: int | None = None, timeout: float | None = None
+    ) -> AsyncIterator[Placement]:
+        """Around the owner's own writes to the weights: a reload, an update from training.
+
+        Entering ends the migration that runs, on all ranks, and what it had staged is discarded. Inside, no
+        migration begins here, so none begins anywhere in the group: ranks may enter and leave at different times.
+        Leaving well counts the weight version up, digests the layers anew (``verify="full"``), and registers
+        tensors whose storage moved. Ranks with different versions refuse to migrate together, so do it on every
+        rank. Allowed while suspended.
+
+        Raised, or cancelled, inside or while leaving: what the rows of ``layers`` hold is not known. The version
+        stays, and ``migrate`` raises `WeightsError` until these layers were written in an update that ended well.
+        Cancelled or timed out while entering: nothing has changed, but the migration may have been ended.
+
+        Args:
+            layers: Layers that are rewritten; default all.
+            version: Number of these weights, the same on every rank; default one more than the present. Not lower
+                than the present; the same again says that they are the same weights again.
+            timeout: Seconds to wait until the running migration has ended; default ``settings.migrate_timeout``.
+
+        Yields:
+            Where the experts are now; write every slot by it. It does not change inside.
+
+        Raises:
+            ValueError: ``layers`` or ``version`` is wrong; nothing was done.
+            MigrationTimeout: The running migration did not end in time; ``MigrationInDoubt``: nor can it be known
+                how it ends. Nothing may be written then.
+            WeightsError: A tensor that moved meanwhile cannot be moved, or is of another kind.
+            CommunicatorBusy: Another operation than ``migrate`` is running.
+            CommunicatorClosed: It is closed, or was fenced by the others.
+        """
+        owner, settings = self._session.owner, self._session.settings
+        chosen = chosen_layers(layers, self._session.placement.num_layers)
+        number = checked_version(version, self._session.version)
+        limit = seconds(timeout, settings.migrate_timeout)
+        with self._owning("update of weights"):
+            try:
+                await self._engine.run(lambda: owner.begin_update(limit))
+                owner.half_written |= chosen
+                yield self._session.placement
+                await self._take_moved()
+                await self._engine.run(lambda: owner.end_update(chosen, number))
+                owner.half_written -= chosen
+            finally:
+                with contextlib.suppress(CommunicatorClosed):
+                    self._engine.post(owner.release)
+
+    async def suspend(self, *, timeout: float | None = None) -> None:
+        """Let go of all memory, weights and staging, so that it can be freed (sleep mode); :meth:`resume` comes back.
+
+        The migration that runs is ended on all ranks. The agent gives way to one without memory, which goes on
+        answering: the peers do not take this rank for dead, and none can read it. A ``migrate`` of theirs waits
+        for this rank and times out, naming it. Once suspended, this returns at once.
+
+        Cancelled: suspending may go on; call it again, and wait, before memory is freed, or call :meth:`resume`.
+
+        Args:
+            timeout: Seconds to wait for the running migration to end and READs to drain; default
+                ``settings.close_timeout``. READs that have not ended then go with the agent.
+
+        Raises:
+            MigrationTimeout: The running migration did not end in time; ``MigrationInDoubt``: nor can it be known
+                how it ends. It is not suspended then.
+            NixlTransferFailed: NIXL makes no new agent. It is not suspended then.
+            CommunicatorBusy: Another operation than ``migrate`` is running.
+            CommunicatorClosed: It is closed, or was fenced by the others.
+        """
+        owner = self._session.owner
+        limit = seconds(timeout, self._session.settings.close_timeout)
+        with self._owning("suspend"):
+            await self._engine.run(lambda: owner.suspend(limit))
+            self._weights.release()
+
+    async def resume(self) -> None:
+        """Come back from :meth:`suspend`: register the weights as they are now, and allocate staging again.
+
+        Tensors may have moved. The bytes must be those of the current placement: if they were written anew,
+        :meth:`updating_weights` says so, before or after. Not suspended, this returns at once.
+
+        Cancelled: resuming goes on in the background; call it again to wait for it.
+
+        Raises:
+            WeightsError: A tensor cannot be moved, is of another kind than before, or there is no memory for
+                staging. It stays suspended.
+            NixlTransferFailed: NIXL refuses the memory. It stays suspended.
+            CommunicatorBusy: Another operation is running.
+            CommunicatorClosed: It is closed, or was fenced by the others.
+        """
+        owner = self._session.owner
+        with self._owning("resume"):
+            if await self._engine.run(owner.is_suspended):
+                self._weights.rebind()  # the caller's callable runs on the caller's loop
+                try:
+                    await self._engine.run(owner.resume)
+                except Exception:
+                    self._weights.release()
+                    raise
 
     async def exclude(self, rank: int) -> None:
         """Say that a rank is dead: the others go on without it, and it is fenced if it is not.
@@ -230,16 +338,40 @@ class AsyncEplbCommunicator:
             await engine.astop()
         return left
 
+    async def _take_moved(self) -> None:
+        """Register tensors anew if their storage moved."""
+        if await self._engine.run(self._session.owner.is_suspended):
+            return  # resume() takes them
+        try:
+            self._weights.moved()
+        except WeightsError:
+            self._weights.rebind()
+            await self._engine.run(self._session.rebind)
+
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
         self._check_usable()
-        if self._busy:
-            raise CommunicatorBusy(f"cannot {what}: a {self._busy} is running; await it first")
+        if self._busy or self._owned:
+            raise CommunicatorBusy(f"cannot {what}: {self._busy or self._owned} is running; await its end first")
+        if self._session.owner.suspended:
+            raise CommunicatorBusy(f"cannot {what}: the communicator is suspended; await resume() first")
         self._busy = what
         try:
             yield
         finally:
             self._busy = ""
+
+    @contextlib.contextmanager
+    def _owning(self, what: str) -> Iterator[None]:
+        """As :meth:`_doing`, for what goes before a migration that runs: it is ended."""
+        self._check_usable()
+        if self._owned or self._busy not in ("", "migrate"):
+            raise CommunicatorBusy(f"cannot {what}: {self._owned or self._busy} is running; await its end first")
+        self._owned = what
+        try:
+            yield
+        finally:
+            self._owned = ""
 
     def _check_usable(self) -> None:
         self._check_loop()

@@ -21,7 +21,7 @@ from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.rendezvous import Rendezvous, join, resolve
 from eplb_async.settings import Settings
 from eplb_async.threads import Inline
-from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
+from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike, load_xxhash
 
 _log = logging.getLogger("eplb_async.communicator")
 _WATCH_SECONDS = 10.0
@@ -49,6 +49,8 @@ class Opener:
             raise PlacementError(f"placement {self.placement!r} is not one of {self.ep_size} ranks")
         if not 0 <= self.rank < self.ep_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.ep_size})")
+        if self.settings.verify == "full":
+            load_xxhash()
         entries = self.settings.verify != "off"
         rows = ExpertWeights(self.weights, self.placement.num_local_experts, entries=entries)
         if rows.num_layers != self.placement.num_layers:
@@ -98,6 +100,7 @@ class Opener:
                 native=self.native,
             )
             await made.session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
+            await made.session.owner.digest_all()  # after it: the others need not wait for this
             engine.off_stop(unmake)
             engine.on_stop(made.session.wind_down)
 

@@ -44,7 +44,7 @@ class Health:
 
     Attributes:
         phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``settling`` (ending), ``in_doubt``,
-            ``view_change`` (no migration, but members go), ``closing``, ``closed`` or ``fenced``.
+            ``view_change`` (no migration, but members go), ``suspended``, ``closing``, ``closed`` or ``fenced``.
         seconds_in_phase: How long it has been in it.
         seconds_left: How long until the phase's deadline, below 0 once that has passed; ``None`` if it has none.
         rank: This rank.
@@ -64,7 +64,9 @@ class Health:
         oldest_read_layer: Layer that it belongs to; ``None`` if none.
         oldest_read_bytes: Its bytes.
         quarantined_bytes: Bytes that READs without an awaiter may still write.
-        recycled: How often the agent was replaced to get its staging back.
+        recycled: How often the agent was replaced: to get its staging back, and by ``rebind``, ``suspend``, ``resume``.
+        weight_version: Weight version of this rank's rows; the same on all ranks, or they cannot migrate.
+        half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.
     """
@@ -90,6 +92,8 @@ class Health:
     oldest_read_bytes: int
     quarantined_bytes: int
     recycled: int
+    weight_version: int = 0
+    half_written: tuple[int, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     last_error: str = ""
 

@@ -20,6 +20,7 @@ from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.job import LayerJob
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.members import Identity, Roster, memory_of
+from eplb_async.communicator.owner import Owner
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.watchdog import Watchdog
 from eplb_async.core import events, messages
@@ -31,7 +32,7 @@ from eplb_async.errors import CommunicatorClosed, MigrationInDoubt, MigrationTim
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous, exchange
 from eplb_async.settings import Settings
-from eplb_async.weights import Copier, ExpertWeights, Staging, make_buffers, pack
+from eplb_async.weights import Copier, Digester, ExpertWeights, Staging, make_buffers, pack
 
 _log = logging.getLogger("eplb_async.communicator")
 _DRAIN_SECONDS = 0.5
@@ -84,13 +85,8 @@ class Session:
         )
         self.driver.on_standing = Watchdog(engine.loop, settings.watchdog_fraction, self.health).note
         self._introducer = Introducer(self.driver, self._roster, weights.layout, placement.digest(), key, settings)
-        for layer in range(placement.num_layers):
-            weights.write_entries(layer, placement.local(identity.rank)[layer].tolist(), self.version)
-        needed = _largest_layer(weights, placement)
-        devices = {memory_of(str(t.device)): t.device for tensors in weights.layers for t in tensors.values()}
-        buffers = make_buffers(staging, needed, devices | {"DRAM": torch.device("cpu")}, settings.staging_layers)
-        _refuse_own_memory(weights, buffers)
-        self._staging = Staging(buffers)
+        self._given_staging = staging
+        self._staging = Staging(self.make_staging())
         self._agents = Agents(
             engine=engine,
             settings=settings,
@@ -101,11 +97,32 @@ class Session:
             weights=weights,
             staging=self._staging,
         )
+        self.owner = Owner(
+            self,
+            engine=engine,
+            driver=self.driver,
+            agents=self._agents,
+            weights=weights,
+            staging=self._staging,
+            copier=copier,
+            digester=Digester(engine) if settings.verify == "full" else None,
+        )
+        self.owner.write_entries()
 
     @property
     def endpoint(self) -> Endpoint:
         """This rank's agent."""
         return self._agents.current
+
+    def make_staging(self) -> dict[str, torch.Tensor]:
+        """Staging for the weights as they are, by memory type; the caller's own buffer if there is one."""
+        weights = self.weights
+        devices = {memory_of(str(t.device)): t.device for tensors in weights.layers for t in tensors.values()}
+        devices["DRAM"] = torch.device("cpu")
+        needed = _largest_layer(weights, self.placement)
+        buffers = make_buffers(self._given_staging, needed, devices, self.settings.staging_layers)
+        _refuse_own_memory(weights, buffers)
+        return buffers
 
     # ---------------------------------------------------------------------------------------------- open
     async def introduce(self, rendezvous: Rendezvous, timeout: float, executor: Executor | None) -> None:
@@ -143,10 +160,11 @@ class Session:
         deadline = started + timeout
         try:
             async with asyncio.timeout_at(deadline):
-                self.endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
-                wanted, planned = await self._prepare(new)
+                with self.owner.migration():
+                    self.endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
+                    wanted, planned = await self._prepare(new)
         except TimeoutError:
-            raise self._never_joined(timeout) from None
+            raise self.unsettled("migration", timeout) from None
         self._check_open()
         refusal = wanted.lost_error() if loader is None else None
         if refusal is not None and len(wanted.members) == 1:
@@ -180,7 +198,6 @@ class Session:
     async def rebind(self) -> None:
         """Register the tensors as the weights say they are now; peers are introduced to a new incarnation."""
         self._check_open()
-        self._introducer.layout = self.weights.layout
         try:
             await self._agents.recycle("weights were rebound")
         except Exception as error:  # peers would read the memory that was left
@@ -202,7 +219,7 @@ class Session:
         dropped = Counter(dict(driver.dropped)) + Counter(dict(protocol.dropped))
         dropped["too many"] += endpoint.dropped
         return Health(
-            phase=standing.phase,
+            phase="suspended" if standing.phase == "idle" and self.owner.suspended else standing.phase,
             seconds_in_phase=max(0.0, now - standing.since),
             seconds_left=None if standing.deadline is None else standing.deadline - now,
             rank=driver.identity.rank,
@@ -223,6 +240,8 @@ class Session:
             oldest_read_bytes=stats.oldest_bytes,
             quarantined_bytes=stats.quarantined_bytes,
             recycled=self._agents.recycled,
+            weight_version=self.version,
+            half_written=tuple(sorted(self.owner.half_written)),
             dropped={why: count for why, count in dropped.items() if count},
             last_error=driver.last_error,
         )
@@ -273,9 +292,9 @@ class Session:
         nodes = sorted((m.rank, m.node) for m in self._roster)
         nodes.append((self.driver.identity.rank, self.driver.identity.node))
         refuser = self.driver.identity.rank if refuses else -1
-        rest = (PLAN_VERSION, wanted.members, sorted(nodes), self.settings.verify, self.version, refuser)
-        digest = hashlib.blake2b(repr(rest).encode(), digest_size=16).digest()
-        return (wanted.old.digest(), wanted.new.digest(), digest)
+        rest = (PLAN_VERSION, wanted.members, sorted(nodes), self.settings.verify, refuser)
+        digest = hashlib.blake2b(repr(rest).encode(), digest_size=16 - messages.VERSION_BYTES).digest()
+        return (wanted.old.digest(), wanted.new.digest(), digest + self.version.to_bytes(messages.VERSION_BYTES))
 
     def _make_run(self, attempt: Attempt) -> EpochRun:
         def staged(upto: int) -> None:
@@ -313,6 +332,7 @@ class Session:
             settings=self.settings,
             version=self.version,
             loader=attempt.loader,
+            digester=self.owner.digester,
             deadline=attempt.deadline,
             on_staged=staged,
             on_failed=failed,
@@ -335,16 +355,17 @@ class Session:
             f"{self.placement.num_layers} layers prepared{waiting}",
         )
 
-    def _never_joined(self, timeout: float) -> MigrationTimeout | MigrationInDoubt:
+    def unsettled(self, what: str, timeout: float) -> MigrationTimeout | MigrationInDoubt:
+        """The error of what could not begin because an earlier migration had not settled."""
         rank = self.driver.identity.rank
         if self.driver.protocol.phase is Phase.IN_DOUBT:
             return MigrationInDoubt(
-                "an earlier migration is still in doubt: " + self.driver.last_error,
+                f"{what} not begun: an earlier migration is still in doubt: {self.driver.last_error}",
                 origin=rank,
                 reason=self.driver.last_error,
             )
-        what = f"timed out after {timeout:g} s before JOIN: an earlier migration or a view change had not settled"
-        return MigrationTimeout(f"migration not begun: {what}", origin=rank, reason=what)
+        why = f"timed out after {timeout:g} s: an earlier migration or a view change had not settled"
+        return MigrationTimeout(f"{what} not begun: {why}", origin=rank, reason=why)
 
     async def _prepare(self, new: Placement) -> tuple[MigrationPlan, float]:
         """Plan, and make room for it; anew if the view changed meanwhile. Returns what planning took, too."""

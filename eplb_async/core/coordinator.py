@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from eplb_async.core.messages import AbortRequest, Begin, Commit, End, Join, Message, Prepared, Steps
+from eplb_async.core.messages import (
+    VERSION_BYTES,
+    AbortRequest,
+    Begin,
+    Commit,
+    End,
+    Join,
+    Message,
+    Prepared,
+    Steps,
+)
 from eplb_async.core.views import Ignored, bit, clip, each, names
 
 Sends = Iterator[tuple[int, Message]]
@@ -197,13 +207,25 @@ class Coordinator:
 
     def _differences(self) -> str:
         """Which ranks joined with other digests than this one, and in what; empty if none."""
-        own = self.joins[self.rank].digests
+        own = _compared(self.joins[self.rank])
         found = []
         for index, subject in enumerate(_SUBJECTS):
-            others = sum(bit(q) for q, join in self.joins.items() if join.digests[index] != own[index])
+            others = sum(bit(q) for q, join in self.joins.items() if _compared(join)[index] != own[index])
             if others:
                 found.append(f"{subject} of {names(others)}")
-        return f"{'; '.join(found)} differ from that of rank {self.rank}" if found else ""
+        text = f"{'; '.join(found)} differ from that of rank {self.rank}" if found else ""
+        return "; ".join(part for part in (text, self._versions()) if part)
+
+    def _versions(self) -> str:
+        """Which ranks joined with which weight version; empty if with one."""
+        holders: dict[int, int] = {}
+        for rank, join in self.joins.items():
+            version = int.from_bytes(join.digests[2][-VERSION_BYTES:])
+            holders[version] = holders.get(version, 0) | bit(rank)
+        if len(holders) == 1:
+            return ""
+        listed = ", ".join(f"version {version} on {names(holders[version])}" for version in sorted(holders)[-4:])
+        return f"the weights are {listed}: call updating_weights() where the update has not arrived"
 
     def _end_ballot(self, origin: int, reason: str) -> Sends:
         ballot, self.ballot = self.ballot, None
@@ -236,3 +258,9 @@ class Coordinator:
                 reason=clip(reason),
             )
             yield rank, end
+
+
+def _compared(join: Join) -> tuple[bytes, bytes, bytes]:
+    """What must be equal, by subject; weight versions are compared apart."""
+    old, new, rest = join.digests
+    return old, new, rest[:-VERSION_BYTES]

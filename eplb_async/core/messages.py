@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VERSION_BYTES = 8
 Digests = tuple[bytes, bytes, bytes]
 Steps = tuple[int, ...]
 
@@ -68,7 +69,8 @@ class Join(Message):
     """The sender's caller wants an epoch (rule 1).
 
     Attributes:
-        digests: 16 bytes each: current placement, new placement, everything else that the plan depends on.
+        digests: 16 bytes each: current placement, new placement, everything else that the plan depends on. The
+            last ends with the weight version (`VERSION_BYTES`, big-endian), so that unequal ones can be named.
         last_epoch: The highest epoch that the sender has seen.
     """
 

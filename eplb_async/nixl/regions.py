@@ -131,7 +131,7 @@ class Coverage:
 
     def outside(self, blocks: Descriptors, memory: str) -> int | None:
         """Index of the first descriptor that no single extent covers, or ``None``."""
-        for device in np.unique(blocks[:, 2]).tolist():
+        for device in sorted(set(blocks[:, 2].tolist())):  # np.unique would import numpy.ma here, on the loop
             mine = np.flatnonzero(blocks[:, 2] == device)
             starts, ends = self._groups.get((memory, device), (None, None))
             if starts is None or ends is None:

@@ -33,6 +33,7 @@ class ReadFault:
         lands: Whether the bytes are written although it failed (NIXL.md, 19).
         delay: Virtual seconds that the bytes are late.
         held: ``PROC`` until :meth:`MemoryFabric.unhold`.
+        damaged: Whether the first byte lands as another one, and NIXL says ``DONE``.
     """
 
     agent: str = ""
@@ -44,6 +45,7 @@ class ReadFault:
     lands: bool = True
     delay: float = 0.0
     held: bool = False
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,11 @@ class FaultPlan:
         """Keep a READ ``PROC`` until :meth:`MemoryFabric.unhold`."""
         fault = ReadFault(agent, peer, nth, min_bytes, held=True)
         return self._add(self._reads, "hold_read", fault, skip=("held",))
+
+    def damage_read(self, agent: str = "", *, peer: str = "", nth: int | None = 0, min_bytes: int = 0) -> FaultPlan:
+        """Have the first byte of a READ land as another one, and the READ end well all the same."""
+        fault = ReadFault(agent, peer, nth, min_bytes, damaged=True)
+        return self._add(self._reads, "damage_read", fault, skip=("damaged",))
 
     def drop_notif(self, sender: str = "", *, receiver: str = "", nth: int | None = 0) -> FaultPlan:
         """Lose a notification."""

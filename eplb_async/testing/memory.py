@@ -480,6 +480,9 @@ class MemoryNative:
         if all(fault.lands for fault in request.faults if fault.status):
             for ours, theirs in request.pairs:
                 self._move(ours, theirs, source)
+        if any(fault.damaged for fault in request.faults):
+            first = request.pairs[0][0][0]
+            ctypes.memset(first, ctypes.string_at(first, 1)[0] ^ 0xFF, 1)
         if request.notif and request.peer in self._remotes and not any(f.status for f in request.faults):
             self._send(request.peer, request.notif)
 

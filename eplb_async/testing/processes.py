@@ -285,6 +285,32 @@ class _Rank:
     async def rebind(self) -> None:
         await self.opened.rebind()
 
+    async def update(self, layers: list[int] | None = None) -> None:
+        """Rewrite layers, as their owner does; default all."""
+        async with self.opened.updating_weights(layers) as placement:
+            self.rows.rewrite(placement, layers)
+
+    async def scribble(self, layer: int, tensor: int, slot: int) -> None:
+        """Change the last byte of a row behind everybody's back."""
+        self.rows.layers[layer][tensor][slot, -1] ^= 0xFF
+
+    async def suspend(self, timeout: float | None = None) -> None:
+        """Suspend, and free the weights."""
+        await self.opened.suspend(timeout=timeout)
+        for tensors in self.rows.layers:
+            for tensor in tensors:
+                tensor.data = torch.empty(0, dtype=torch.uint8)
+
+    async def resume(self) -> None:
+        """Allocate the weights anew, fill them, and resume."""
+        slots = self.spec.placement.num_local_experts
+        for tensors in self.rows.layers:
+            for tensor, nbytes in zip(tensors, self.rows.row_bytes, strict=True):
+                tensor.data = torch.zeros(slots, nbytes, dtype=torch.uint8)
+        self.rows.fill(self.opened.placement)
+        self.pointers = self.rows.pointers()
+        await self.opened.resume()
+
     async def close(self) -> tuple[str, ...]:
         return await self.opened.aclose()
 

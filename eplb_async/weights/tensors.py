@@ -9,7 +9,7 @@ import torch
 
 from eplb_async.core.layout import Layout, compare
 from eplb_async.errors import WeightsError
-from eplb_async.weights.entries import ENTRY_BYTES, ENTRY_NAME, entry_rows
+from eplb_async.weights.entries import DIGEST_BYTES, ENTRY_BYTES, ENTRY_NAME, entry_rows
 from eplb_async.weights.rows import byte_rows, check_apart, check_movable, place_of
 
 LayerWeights = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
@@ -47,7 +47,7 @@ class ExpertWeights:
     @property
     def num_layers(self) -> int:
         """Layers."""
-        return len(self.layers)
+        return len(self.layout.layers)
 
     def rows(self, layer: int, tensor: int) -> torch.Tensor:
         """Bytes of a tensor's expert rows, uint8 ``[num_local_experts, row_bytes]``, sharing its memory."""
@@ -65,10 +65,25 @@ class ExpertWeights:
             found.append((self._table, ENTRY_NAME))
         return found
 
-    def write_entries(self, layer: int, experts: Sequence[int], version: int) -> None:
-        """Say which logical expert each slot of a layer holds; -1 for none."""
+    def expert_rows(self, layer: int) -> list[torch.Tensor]:
+        """Byte rows of the tensors of a layer that have bytes, its entries left out."""
+        count = len(self._rows[layer]) - (self._table is not None)
+        return [rows for rows in self._rows[layer][:count] if rows.numel()]
+
+    def write_entries(
+        self, layer: int, experts: Sequence[int], version: int, digests: Sequence[bytes] | None = None
+    ) -> None:
+        """Say which logical expert each slot of a layer holds; -1 for none.
+
+        Args:
+            layer: The layer.
+            experts: Logical expert of each slot.
+            version: Weight version of the rows.
+            digests: Digest of each slot; default those that the table has.
+        """
         if self._table is not None:
-            self._table[layer] = entry_rows(experts, version)
+            kept = [row.tobytes() for row in self._table[layer, :, -DIGEST_BYTES:].numpy()]
+            self._table[layer] = entry_rows(experts, version, kept if digests is None else digests)
 
     def moved(self) -> None:
         """Re-read the source and check that every tensor is where it was registered.
@@ -108,6 +123,12 @@ class ExpertWeights:
         self.layers, self.layout = layers, layout
         self._take()
 
+    def release(self) -> None:
+        """Let go of every tensor, so that its memory can be freed; :meth:`rebind` takes them again."""
+        self.layers = []
+        self._rows.clear()
+        self._bindings.clear()
+
     def _read(self) -> list[dict[str, torch.Tensor]]:
         layers = [_named(layer, given) for layer, given in enumerate(_layers_of(self._source))]
         for layer, tensors in enumerate(layers):
@@ -134,11 +155,11 @@ class ExpertWeights:
 
     def _take(self) -> None:
         """Note where the tensors are; their rows keep the memory alive that is registered."""
-        self._bindings = [
+        self._bindings: list[dict[str, _Binding]] = [
             {name: _bound(layer, name, tensor) for name, tensor in tensors.items()}
             for layer, tensors in enumerate(self.layers)
         ]
-        self._rows = [
+        self._rows: list[list[torch.Tensor]] = [
             [byte_rows(tensor) for tensor in self._with_entries(layer, tensors).values()]
             for layer, tensors in enumerate(self.layers)
         ]

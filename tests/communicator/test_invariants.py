@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
 
 import pytest
 
@@ -273,11 +274,15 @@ def test_i14_a_damaged_blob_never_reaches_nixl() -> None:
     run(main())
 
 
-def test_i16_a_source_that_changed_since_the_plan_is_caught() -> None:
-    """C4: the source's slot holds another expert than the plan says; NIXL says DONE, we say IntegrityError."""
+@pytest.mark.parametrize("verify", ["identity", "full"])
+def test_i16_a_source_that_changed_since_the_plan_is_caught(verify: Literal["identity", "full"]) -> None:
+    """C4: the source's slot holds another expert than the plan says; NIXL says DONE, we say IntegrityError.
+
+    Rows whose bytes changed, with ``verify="full"``: see ``test_updating``.
+    """
 
     async def main() -> None:
-        async with LocalCluster(OLD) as cluster:
+        async with LocalCluster(OLD, settings=Settings(secret=b"s" * 16, verify=verify)) as cluster:
             cluster.comms[0]._session.weights.write_entries(1, [3, 1], 0)
             one, two = await cluster.migrate(NEW)
             assert isinstance(two, IntegrityError)

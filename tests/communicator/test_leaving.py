@@ -135,7 +135,8 @@ def test_one_rank_without_load_expert_ends_it_for_all(who: int) -> None:
     in_a_smaller_view(test)
 
 
-def test_what_is_loaded_is_a_source_like_any_other() -> None:
+@pytest.mark.parametrize("verify", ["off", "identity", "full"])
+def test_what_is_loaded_is_a_source_like_any_other(verify: str) -> None:
     """I-16: its entry says what it is, so peers READ it later and no loader is asked again."""
 
     async def test(cluster: LocalCluster) -> None:
@@ -146,7 +147,7 @@ def test_what_is_loaded_is_a_source_like_any_other() -> None:
             assert (report.loads, report.retries) == (0, 0)
             assert report.reads > 0
 
-    in_a_smaller_view(test)
+    in_a_smaller_view(test, settings=Settings(secret=b"s" * 16, verify=verify))  # type: ignore[arg-type]
 
 
 def test_each_rank_loads_what_it_needs_once_on_an_awaitable_too() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -62,10 +63,11 @@ async def _open(
     )
 
 
+@pytest.mark.parametrize("verify", ["identity", "full"])
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("no_blocking")
-async def test_i1_no_call_blocks_the_users_loop(tmp_path: Path) -> None:
-    """Open, migrate, cancel, rebind and close on real engine threads; blockbuster watches both kinds of loop."""
+async def test_i1_no_call_blocks_the_users_loop(tmp_path: Path, verify: Literal["identity", "full"]) -> None:
+    """Open, migrate, cancel, update, sleep and close on real engine threads; blockbuster watches both kinds of loop."""
     old, new = Placement([[0, 1]] * 2, ep_size=2), Placement([[1, 0]] * 2, ep_size=2)
     fabric = MemoryFabric(clock=time.monotonic)
     rows = [PatternWeights(old, rank, (100_000,)) for rank in range(2)]
@@ -77,10 +79,14 @@ async def test_i1_no_call_blocks_the_users_loop(tmp_path: Path) -> None:
             weights=rows[rank].layers,
             placement=old,
             rendezvous=f"file://{tmp_path}/rendezvous",
-            settings=SETTINGS,
+            settings=Settings(secret=b"s" * 16, verify=verify),
             native=fabric.native,
         ) as comm:
             await comm.migrate(new, timeout=20)
+            async with comm.updating_weights():
+                pass
+            await comm.suspend()
+            await comm.resume()
             assert comm.health().phase in ("idle", "settling")
             task = asyncio.ensure_future(comm.migrate(old, timeout=20))
             await asyncio.sleep(0)

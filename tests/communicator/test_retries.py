@@ -218,6 +218,29 @@ def test_i16_a_source_that_holds_something_else_is_passed_over() -> None:
     run(main())
 
 
+def test_i16_rows_that_were_scribbled_on_are_passed_over_in_full_mode() -> None:
+    """The entry is right and the bytes are not: the other rank's are taken; with no other, the layer stays old."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD, row_bytes=ROWS, settings=with_settings(verify="full")) as cluster:
+            for expert in (0, 1):
+                cluster.rows[0].layers[1][0][expert, 7] ^= 0xFF
+            reports = await cluster.migrate(NEW)
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            assert reports[2].retries == 1  # type: ignore[union-attr]
+            assert "IntegrityError" in cluster.comms[2].health().degraded[0]
+            assert cluster.wrong_bytes([1, 2]) == 0
+            for rank in (1, 2):
+                cluster.rows[rank].layers[1][0][:, 7] ^= 0xFF
+            spread = Placement([[0, 1, 2, 5, 0, 1, 3, 4, 4, 5, 0, 1]] * 3, ep_size=3)
+            results = await cluster.migrate(spread)
+            assert any(isinstance(result, IntegrityError) for result in results), results
+            assert {comm.placement for comm in cluster.comms} <= {NEW, NEW.with_layers(spread, 1)}
+            assert len({comm.placement for comm in cluster.comms}) == 1
+
+    run(main())
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
     failing=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=6),
@@ -226,6 +249,7 @@ def test_i16_a_source_that_holds_something_else_is_passed_over() -> None:
     layers=st.integers(1, 3),
     late=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=3),
     cut=st.none() | st.floats(-5, -2),
+    verify=st.sampled_from(["off", "identity", "full"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_whatever_fails_all_ranks_end_at_one_layer_with_the_right_bytes(
@@ -236,6 +260,7 @@ def test_whatever_fails_all_ranks_end_at_one_layer_with_the_right_bytes(
     layers: int,
     late: list[tuple[int, int]],
     cut: float | None,
+    verify: str,
 ) -> None:
     """I-3, I-7, I-9, I-10: READs fail, land late, a rank cancels (after 10**cut seconds): equal, and on it goes."""
     rng = np.random.default_rng(seed)
@@ -251,6 +276,7 @@ def test_whatever_fails_all_ranks_end_at_one_layer_with_the_right_bytes(
         secret=b"s" * 16,
         staging_layers=layers,
         max_post_descriptors=descriptors,
+        verify=verify,  # type: ignore[arg-type]
         max_pause=0.03,  # laps are what this test costs
         hot_seconds=0.0002,
     )

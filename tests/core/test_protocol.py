@@ -147,6 +147,19 @@ def test_unequal_joins_end_for_all_and_name_who_differs_in_what() -> None:
         assert ring.face(rank).phase is Phase.IDLE
 
 
+def test_unequal_weight_versions_are_named_as_such() -> None:
+    """The update has not reached rank 1: no talk of settings that are the same."""
+    ring = Ring(3, 1)
+    for rank, version in enumerate((7, 6, 7)):
+        ring.migrate(rank, (*SAME[:2], b"settings" + version.to_bytes(8)))
+    ring.settle()
+    for rank in range(3):
+        (end,) = ended(ring, rank)
+        assert "version 6 on rank 1, version 7 on ranks 0, 2: call updating_weights()" in end.reason
+        assert "differ" not in end.reason
+    ring.check_usable()
+
+
 def test_the_epoch_after_unequal_joins_completes() -> None:
     ring = Ring(2, 1)
     ring.migrate(0, SAME)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -114,6 +116,15 @@ def test_weights_that_moved_are_noticed_and_rebound(start: Start, transport: str
         ranks.all("migrate", placement, 60.0)
         assert ranks.all("check", placement) == [0, 0]
     assert ranks.call(1, "health")["recycled"] == 1
+
+
+def test_an_idle_peer_hears_of_a_replaced_agent(start: Start, transport: str) -> None:
+    """It looks for messages every two seconds only, and connecting takes its progress several times."""
+    first, *_ = placements(5, 1, ranks=2)
+    ranks = start(first, transport=transport)
+    time.sleep(4.5)  # the pause doubles: idle for so long, a peer has reached the longest one
+    ranks.call(0, "rebind")
+    assert [(health["members"], health["degraded"]) for health in ranks.all("health")] == [((0, 1), {})] * 2
 
 
 def test_two_groups_share_one_rendezvous_over_tcp(start: Start) -> None:
