@@ -11,7 +11,7 @@ import torch
 
 from eplb_async.engine import Engine
 from eplb_async.errors import WeightsError
-from eplb_async.weights import Copy, CudaCopier, ExpertWeights, make_buffers
+from eplb_async.weights import Copy, CudaCopier, Digester, ExpertWeights, make_buffers
 from tests.weights.rank import run_both
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -115,6 +115,26 @@ def test_staging_is_on_the_device_and_entries_on_the_cpu() -> None:
     assert make_buffers(given, needed, devices, 2)["VRAM"].data_ptr() == given.data_ptr()
     with pytest.raises(WeightsError, match="on cpu, the weights are on cuda:0"):
         make_buffers(given.cpu(), needed, devices, 2)
+
+
+@pytest.mark.asyncio
+async def test_digests_of_a_device_are_those_of_the_host_and_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I-16: brought over in slices on a stream of their own, while the server's kernel goes on."""
+    monkeypatch.setattr("eplb_async.weights.digests._SLICE", 100_000)
+    tensors = [bytes_of(4, MIB + 7), bytes_of(4, 33)]
+    torch.cuda.synchronize()
+    engine = Engine("cuda")
+    digester = Digester(engine)
+    stream = torch.cuda.Stream(DEVICE)
+    try:
+        on_host = await engine.run(lambda: digester.digests(3, [rows.cpu() for rows in tensors], [0, 3]))
+        await engine.run(lambda: digester.digests(3, tensors, [0]))  # once, so that all is loaded
+        keep_busy(stream)
+        on_device = await engine.run(lambda: digester.digests(3, tensors, [0, 3]))
+        assert not stream.query(), "waited for the server's kernel"
+    finally:
+        await engine.astop()
+    assert on_device == on_host
 
 
 def test_real_ranks_move_cuda_tensors_of_every_dtype(tmp_path: Path) -> None:
