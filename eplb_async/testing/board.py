@@ -179,6 +179,10 @@ class Board:
         """Whether the link between two ranks is lost."""
         return bool(self.lost_links >> (a * self.ep_size + b) & 1)
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has crashed or closed."""
+        return not self.body(rank).alive or self.face(rank).phase is Phase.CLOSED
+
     def alive(self) -> list[int]:
         """Ranks that have not crashed, closed or been fenced."""
         return [r for r in range(self.ep_size) if self.body(r).alive and not self.face(r).over]

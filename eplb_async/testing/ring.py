@@ -173,7 +173,7 @@ class Ring(Board):
 
     def moves(self) -> Iterator[Move]:
         """Everything that may happen next, within the limits."""
-        others = tuple((self.body(r).alive, self.face(r).phase is Phase.CLOSED) for r in range(self.ep_size))
+        others = tuple(map(self.has_ended, range(self.ep_size)))
         limits = self.limits
         for rank in self.alive():
             key = (rank, self.protocols[rank], self.bodies[rank], others, self.used, self.lost_links, limits)
@@ -206,7 +206,7 @@ class Ring(Board):
             if other != rank and face.members >> other & 1:
                 if not face.gone >> other & 1 and self._is_lost(rank, other):
                     yield Move("gone", (rank, other))
-                elif face.gone >> other & 1 and not face.has_majority and not self.body(other).alive:
+                elif face.gone >> other & 1 and not face.has_majority and self.has_ended(other):
                     yield Move("gone", (rank, other, Proof.EXCLUDED))
                 elif left["exclusions"] and not face.gone >> other & 1:
                     yield Move("exclude", (rank, other), helpful=False)
@@ -250,7 +250,7 @@ class Ring(Board):
         """Whether NIXL will tell ``rank`` that ``other`` is disconnected."""
         if rank == other:
             return False
-        return not self.body(other).alive or self.face(other).phase is Phase.CLOSED or self.is_cut(rank, other)
+        return self.has_ended(other) or self.is_cut(rank, other)
 
     def _silent(self, rank: int) -> bool:
         n = self.ep_size
