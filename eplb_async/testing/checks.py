@@ -10,13 +10,21 @@ from eplb_async.testing.board import Board, Face
 from eplb_async.testing.moves import USES, Violation
 
 _EXCLUSIONS = USES.index("exclusions")
+_REASONS = tuple(USES.index(name) for name in ("closes", "exclusions", "cuts"))
 
 
 def agreement(board: Board) -> None:
-    """Raises `Violation` if two ranks that count are of different minds (I-7), or in two views."""
-    if board.lost_links and not board.uses()[_EXCLUSIONS]:
+    """Raises `Violation` if two ranks that count are of different minds (I-7), in two views, or left out."""
+    uses = board.uses()
+    if board.lost_links and not uses[_EXCLUSIONS]:
         _one_view(board)
     live = [r for r in board.alive() if not board.is_excluded(r)]
+    if not any(uses[i] for i in _REASONS):
+        for rank in range(board.ep_size):
+            if board.body(rank).alive and rank not in live:
+                raise Violation(
+                    f"rule 6: the others go on without rank {rank}, of which nothing proves that it is gone"
+                )
     for a in live:
         for b in live:
             if a != b:

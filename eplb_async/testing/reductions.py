@@ -40,11 +40,13 @@ _BUSINESS = (
 def is_dead(board: Board, protocol: int, letter: int) -> bool:
     """Whether a message can never again matter to a rank in a protocol state, while nothing worse than crashes happens.
 
-    - Of a term below the one promised: nothing of it is accepted any more (rule 7). It is answered only to who
-      is no member (rule 8), and those are dead.
+    It must do nothing now: no other state, no command, and an answer at most to who is no member (rule 8), which is
+    dead then. That this stays so:
+
+    - Of a term below the one promised: nothing of it is accepted any more (rule 7).
     - Of the term that is installed: what is ignored there now stays ignored. Attempts and epochs only grow, an
       epoch begins once and votes only grow. Only a COMMIT that is ahead of its BEGIN waits for its time.
-    - Of a later term: it waits for its time.
+    - Of a later term: it waits for its time, and is not dead.
 
     Args:
         board: Where both have their numbers.
@@ -54,9 +56,8 @@ def is_dead(board: Board, protocol: int, letter: int) -> bool:
     message, face = board.message(letter), board.faces[protocol]
     if not isinstance(message, _BUSINESS) or message.term > face.promised:
         return False
-    if message.term < face.promised:
-        return True
-    if isinstance(message, messages.Commit) and message.epoch > face.epoch:
+    if isinstance(message, messages.Commit) and message.term == face.promised and message.epoch > face.epoch:
         return False
     reaction = board.react(protocol, letter)
-    return reaction.after == protocol and not (reaction.told or reaction.sends or reaction.impossible)
+    heard = any(face.members >> to & 1 for to, _ in reaction.sends)
+    return reaction.after == protocol and not (reaction.told or reaction.impossible or heard)

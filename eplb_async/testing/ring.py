@@ -259,7 +259,7 @@ class Ring(Board):
     # ---------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
-        """Raises `Violation` if two ranks that count are of different minds (I-7), or in two views."""
+        """Raises `Violation` if two ranks that count are of different minds (I-7), in two views, or left out."""
         checks.agreement(self)
 
     def is_at_rest(self) -> bool:
