@@ -180,8 +180,8 @@ class Board:
         return bool(self.lost_links >> (a * self.ep_size + b) & 1)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank has crashed or closed."""
-        return not self.body(rank).alive or self.face(rank).phase is Phase.CLOSED
+        """Whether a rank has crashed, closed or been fenced: its agent is gone, or soon will be."""
+        return not self.body(rank).alive or self.face(rank).over
 
     def alive(self) -> list[int]:
         """Ranks that have not crashed, closed or been fenced."""

@@ -65,6 +65,7 @@ class Ring(Board):
         super().__init__(protocols, Body(True, zeros, zeros, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0)))
         self.num_layers = num_layers
         self.limits = limits or Limits()
+        self.pings = pings
         self.recording = True
         self.reduced = False
         self.log: list[tuple[int, Command]] = []
@@ -181,8 +182,7 @@ class Ring(Board):
             if own is None:
                 own = self._own[key] = tuple(self._moves_of(rank))
             yield from own
-            may_be_out = limits.exclusions or limits.closes
-            if may_be_out and self.face(rank).wakeup and self.is_excluded(rank) and self._silent(rank):
+            if self.pings and self.face(rank).wakeup and self._may_ping(rank):
                 yield Move("ping", (rank,))
         yield from self._traffic()
 
@@ -252,9 +252,13 @@ class Ring(Board):
             return False
         return self.has_ended(other) or self.is_cut(rank, other)
 
-    def _silent(self, rank: int) -> bool:
+    def _may_ping(self, rank: int) -> bool:
+        """Whether a ping may help: nothing is under way, or a rank that is out has heard nothing of it."""
+        if not self._under_way():
+            return True
         n = self.ep_size
-        return not any(self.queues[rank * n + q] or self.queues[q * n + rank] for q in range(n))
+        silent = not any(self.queues[rank * n + q] or self.queues[q * n + rank] for q in range(n))
+        return silent and self.is_excluded(rank)
 
     # ---------------------------------------------------------------------------------------------- checking
 
@@ -266,8 +270,12 @@ class Ring(Board):
         """Whether all who are alive are idle in one view of exactly them, and nothing is under way that counts."""
         if not checks.idle_together(self):
             return False
+        return not self._under_way()
+
+    def _under_way(self) -> bool:
+        """Whether a message is under way that progress may rely on."""
         n = self.ep_size
-        return not any(
+        return any(
             number and not (self.reduced and not self.body(link // n).alive) for link, number in enumerate(self.queues)
         )
 

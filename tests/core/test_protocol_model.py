@@ -84,15 +84,39 @@ def test_every_schedule_of_larger_rings(ep_size: int, num_layers: int, limits: L
     assert walk(Ring(ep_size, num_layers, limits=limits), max_states=20_000_000).exhaustive
 
 
-@pytest.mark.parametrize(("ep_size", "closes", "majority_rule"), [(2, 2, False), (2, 2, True), (3, 1, True)])
-def test_closing_at_any_moment_leads_back_to_rest(ep_size: int, closes: int, majority_rule: bool) -> None:
-    limits = Limits(closes=closes)
-    assert walk(Ring(ep_size, 1, limits=limits, majority_rule=majority_rule, pings=True)).exhaustive
+@pytest.mark.parametrize("majority_rule", [False, True])
+def test_closing_at_any_moment_leads_back_to_rest(majority_rule: bool) -> None:
+    assert walk(Ring(2, 1, limits=Limits(closes=2), majority_rule=majority_rule, pings=True)).exhaustive
 
 
-def test_excluding_a_live_rank_at_any_moment_fences_it() -> None:
-    """Rule 8: the others agree, and whoever is out hears of it."""
-    assert walk(Ring(3, 1, limits=Limits(exclusions=1), pings=True)).exhaustive
+@pytest.mark.parametrize("limits", [Limits(give_ups=0, closes=1), Limits(give_ups=0, exclusions=1)], ids=str)
+def test_closing_or_excluding_a_live_rank_of_three_at_any_moment_is_safe(limits: Limits) -> None:
+    """Rules 8 and 10, in an epoch that nobody gives up: the others agree."""
+    assert walk(Ring(3, 1, limits=limits, pings=True), liveness=False).exhaustive
+
+
+@pytest.mark.parametrize("limits", [Limits(0, closes=1, exclusions=1, fifo=False)], ids=str)
+def test_views_change_at_any_moment_and_come_to_rest(limits: Limits) -> None:
+    """Rules 6 to 8 and 10 without epochs: whoever is out hears of it, and the others go on."""
+    assert walk(Ring(3, 1, limits=limits, pings=True)).exhaustive
+
+
+@pytest.mark.model
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("ep_size", "limits"),
+    [
+        (3, Limits(closes=1)),
+        (3, Limits(exclusions=1)),
+        (3, Limits(0, crashes=1, closes=1, exclusions=1, fifo=False)),
+        (4, Limits(0, closes=1, exclusions=1)),
+        (4, Limits(0, crashes=1, closes=1)),
+    ],
+    ids=str,
+)
+def test_closing_and_excluding_in_larger_rings(ep_size: int, limits: Limits) -> None:
+    """Rules 6 to 8 and 10, in epochs that anybody may give up, and without epochs."""
+    assert walk(Ring(ep_size, 1, limits=limits, pings=True), max_states=20_000_000).exhaustive
 
 
 def test_lost_links_never_make_two_views() -> None:
