@@ -254,7 +254,7 @@ class Member:
             return 0
         if change is not None:
             waited |= change.missing(view)
-        elif not view.settled and not view.gone & bit(view.owner):
+        elif not view.settled and not (view.gone | bit(self.rank)) & bit(view.owner):
             waited |= bit(view.owner)
         elif not view.settled or view.leaving & bit(self.rank) or (view.broken and view.majority()):
             waited |= view.staying & -view.staying

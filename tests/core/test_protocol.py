@@ -599,6 +599,24 @@ def test_closing_in_an_open_epoch_gives_up_first() -> None:
     assert ring.is_at_rest()
 
 
+def test_a_rank_that_closes_spreads_a_word_also_after_it_opened_a_term_that_is_not_its_own_any_more() -> None:
+    """Rule 6: it waits for who opens the next term, not for itself, so its pings go out."""
+    ring = Ring(4, 1, pings=True)
+    ring.crash(1)
+    ring.gone(0, 1)  # rank 0 opens a term
+    ring.close(0)
+    ring.exclude(0, 2)  # wrongly; now only rank 3 can open
+    assert ring.protocol(0).waiting_for == {3}
+    ring.settle()
+    ring.tick(0)
+    ring.settle()
+    ring.gone(3, 1, Proof.EXCLUDED)  # alone, it has no majority before
+    ring.settle()
+    assert ring.face(0).phase is Phase.CLOSED
+    assert ring.face(2).phase is Phase.FENCED
+    assert ring.is_at_rest()
+
+
 def test_nothing_can_be_migrated_while_closing_or_busy() -> None:
     protocol = a_protocol(1)
     protocol.handle(events.Migrate(SAME), 0.0)
