@@ -24,6 +24,9 @@ class Attempt:
         loop: The engine loop.
         planned_seconds: What planning took.
         make_run: Makes the epoch's data movement.
+
+    Attributes:
+        again: The view changed before anybody in the new one had begun it: it may be made again.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Attempt:
         self.run: EpochRun | None = None
         self.cause: Exception | None = None
         self.late = False
+        self.again = False
         self._loop = loop
         self._endpoint = endpoint
         self._make_run = make_run
@@ -60,6 +64,7 @@ class Attempt:
     async def finish(self, ended: Ended) -> None:
         """The epoch is over here: see it through, then say so."""
         self._moved = self._loop.time()
+        self.again = ended.again
         if self.run is not None:
             try:
                 await self.run.finish(ended.committed)
