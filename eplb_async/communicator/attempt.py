@@ -27,6 +27,9 @@ class Attempt:
         make_run: Makes the epoch's data movement.
         loader: Loads experts that no member holds, if the caller can.
         refusal: Why this rank cannot take part; it joins in a way that ends the attempt on all ranks.
+
+    Attributes:
+        again: The view changed before anybody in the new one had begun it: it may be made again.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Attempt:
         self.cause = refusal
         self.loader = loader
         self.late = False
+        self.again = False
         self._loop = loop
         self._endpoint = endpoint
         self._make_run = make_run
@@ -66,6 +70,7 @@ class Attempt:
     async def finish(self, ended: Ended) -> None:
         """The epoch is over here: see it through, then say so."""
         self._moved = self._loop.time()
+        self.again = ended.again
         if self.run is not None:
             try:
                 await self.run.finish(ended.committed)

@@ -143,7 +143,8 @@ class AsyncEplbCommunicator:
                 was sent.
             NixlTransferFailed: A READ failed on this rank; the epoch was ended on all.
             IntegrityError: A READ brought other bytes than meant; the epoch was ended on all.
-            MigrationAborted: Another rank ended the epoch; ``MigrationTimeout``: this rank's deadline passed.
+            MigrationAborted: Another rank ended the epoch, or the view changed (where no rank had begun the epoch,
+                it is made again in the new view); ``MigrationTimeout``: this rank's deadline passed.
             MigrationInDoubt: This rank voted and cannot learn the decision.
             CommunicatorBusy: A migration is running already, weights are being updated, or it is suspended.
             CommunicatorClosed: It is closed, or was fenced by the others.

@@ -28,7 +28,15 @@ from eplb_async.core.events import Phase, Proof
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import CommunicatorClosed, MigrationInDoubt, MigrationTimeout, WeightsError, describe
+from eplb_async.errors import (
+    CommunicatorClosed,
+    MigrationAborted,
+    MigrationInDoubt,
+    MigrationTimeout,
+    PlacementError,
+    WeightsError,
+    describe,
+)
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous, exchange
 from eplb_async.settings import Settings
@@ -155,33 +163,47 @@ class Session:
     # ------------------------------------------------------------------------------------------- migrate
     async def migrate(self, new: Placement, timeout: float, loader: Loader | None = None) -> MigrationReport:
         """Run one migration; see ``AsyncEplbCommunicator.migrate``."""
-        loop = self._engine.loop
-        started = loop.time()
-        deadline = started + timeout
+        deadline = self._engine.loop.time() + timeout
+        ended: MigrationAborted | None = None
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    with self.owner.migration():
+                        self.endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
+                        wanted, planned = await self._prepare(new)
+            except TimeoutError:
+                raise (ended or self.unsettled("migration", timeout)) from None
+            except PlacementError as error:
+                if ended is not None:
+                    raise ended from error  # in the view that is left it cannot be done
+                raise
+            self._check_open()
+            refusal = wanted.lost_error() if loader is None else None
+            if refusal is not None and len(wanted.members) == 1:
+                raise refusal
+            attempt = Attempt(
+                wanted,
+                deadline=deadline,
+                endpoint=self.endpoint,
+                loop=self._engine.loop,
+                planned_seconds=planned,
+                make_run=self._make_run,
+                loader=loader,
+                refusal=refusal,
+            )
+            try:
+                return await self._see_through(attempt, timeout)
+            except MigrationAborted as error:
+                if not attempt.again:
+                    raise
+                _log.info("migration is made again: %s", error.reason)
+                ended = error
+
+    async def _see_through(self, attempt: Attempt, timeout: float) -> MigrationReport:
+        """One attempt, from JOIN to its result."""
+        timer = self._engine.loop.call_at(attempt.deadline, self._expire, attempt, timeout)
         try:
-            async with asyncio.timeout_at(deadline):
-                with self.owner.migration():
-                    self.endpoint.look()  # an idle rank polls slowly: hear first what the others said meanwhile
-                    wanted, planned = await self._prepare(new)
-        except TimeoutError:
-            raise self.unsettled("migration", timeout) from None
-        self._check_open()
-        refusal = wanted.lost_error() if loader is None else None
-        if refusal is not None and len(wanted.members) == 1:
-            raise refusal
-        attempt = Attempt(
-            wanted,
-            deadline=deadline,
-            endpoint=self.endpoint,
-            loop=loop,
-            planned_seconds=planned,
-            make_run=self._make_run,
-            loader=loader,
-            refusal=refusal,
-        )
-        timer = loop.call_at(deadline, self._expire, attempt, timeout)
-        try:
-            self.driver.begin(attempt, self._digests(wanted, refuses=refusal is not None))
+            self.driver.begin(attempt, self._digests(attempt.plan, refuses=attempt.cause is not None))
             return await asyncio.shield(attempt.result)
         except asyncio.CancelledError:
             self.driver.give_up(attempt, "cancelled by its caller")

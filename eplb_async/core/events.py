@@ -130,6 +130,7 @@ class Ended:
         complete: Whether that is all of them.
         origin: Rank that asked for the end; -1 if none did or it is not known.
         reason: Why it ended early; empty if it did not.
+        again: A new view ended it, and no member of that had begun it: all of them may make it again.
     """
 
     epoch: int
@@ -137,6 +138,7 @@ class Ended:
     complete: bool
     origin: int
     reason: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

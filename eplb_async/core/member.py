@@ -48,8 +48,8 @@ class Member:
         view = self._view
         return Coordinator(self.rank, view.installed, view.members, self.num_layers, last_attempt=dict(attempts))
 
-    def _finish(self, origin: int, reason: str) -> None:
-        self._out += self._part.finish(origin, reason, rank=self.rank)
+    def _finish(self, origin: int, reason: str, *, again: bool = False) -> None:
+        self._out += self._part.finish(origin, reason, rank=self.rank, again=again)
 
     def _shut(self, phase: Phase, reason: str) -> None:
         """Out of the group, for good."""
@@ -175,7 +175,9 @@ class Member:
             phase = Phase.CLOSED if leaves else Phase.FENCED
             self._shut(phase, f"{reason} (term {message.term}, said rank {message.sender})")
             return
-        self._finish(-1, clip(reason))
+        # An epoch that any member of the new view has begun ends; one that none has may be made again by all.
+        again = not part.begun and part.asked is None and not leaves and message.epoch <= part.last_epoch
+        self._finish(-1, clip(reason), again=again)
         view.leaving &= message.members
         view.installed = view.promised = message.term
         view.members = message.members

@@ -89,7 +89,7 @@ class Participant:
         self.committed = upto
         return (Commit(self.epoch, first, upto, self.at),)
 
-    def finish(self, origin: int, reason: str, *, rank: int) -> tuple[Ended, ...]:
+    def finish(self, origin: int, reason: str, *, rank: int, again: bool = False) -> tuple[Ended, ...]:
         """The attempt is over; returns its ``Ended``, the only one it gets. Of no attempt: nothing."""
         if not self.active:
             return ()
@@ -102,7 +102,7 @@ class Participant:
             origin, reason = -1, ""
         elif self.asked is not None:
             origin, reason = rank, self.asked
-        ended = Ended(epoch, self.committed, complete, origin, reason)
+        ended = Ended(epoch, self.committed, complete, origin, reason, again)
         self.active = self.begun = self.doubt = False
         self.asked = self.deadline = None
         self.prepared = self.committed = 0

@@ -36,7 +36,8 @@ decided is undone).
 
 Beyond the rules' own words: the coordinator is never in doubt about its own decision. Losing its majority is
 a reason for it to give up like any other, and END, which it may still send, is final in its term. A
-``Migrate`` while the view changes is ended by the new view, because its digests speak of the old one. VIEW of
+``Migrate`` while the view changes is ended by the new view, because its digests speak of the old one; where no
+member of the new view has begun it, it says so, and all of them may make it again. VIEW of
 a rank known gone is not answered: it could never agree, and two openers would outbid each other for ever. Who
 had promised to an opener that then died tells the next one so (TERM), which may wait with a lower term.
 """

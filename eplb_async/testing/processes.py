@@ -41,6 +41,7 @@ class Spec:
         timeout: Seconds for ``open``.
         method: ``"forkserver"`` starts in a tenth of the time, since torch is imported once; ``"spawn"`` runs a
             whole interpreter, its exit included.
+        logs: Directory for what each rank prints, ``rank<n>.log``; empty: with what the parent prints.
     """
 
     placement: Placement
@@ -51,6 +52,7 @@ class Spec:
     settings: dict[str, Any] = field(default_factory=dict)
     timeout: float = 60.0
     method: str = "forkserver"
+    logs: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,11 @@ class _Rank:
         while self.opened.health().phase != phase:
             await asyncio.sleep(0.001)
 
+    async def members_are(self, *ranks: int) -> None:
+        """Answer when this rank's view has exactly these members, and it is idle."""
+        while (health := self.opened.health()).members != ranks or health.phase != "idle":
+            await asyncio.sleep(0.001)
+
     async def waiting_for(self, *ranks: int) -> None:
         """Answer when this rank waits for exactly these."""
         while self.opened.health().waiting_for != ranks:
@@ -324,6 +331,10 @@ class _Rank:
 
 
 def _main(rank: int, spec: Spec, pipe: Connection) -> None:
+    if spec.logs:
+        log = os.open(os.path.join(spec.logs, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 2)
+        os.close(log)
     os.dup2(2, 1)
     if spec.transport == "tcp":
         os.environ["UCX_TLS"] = "tcp,self"

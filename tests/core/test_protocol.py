@@ -348,6 +348,35 @@ def test_a_dead_coordinator_is_taken_over_from_and_nothing_is_lost() -> None:
     ring.check_usable()
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_an_epoch_that_nobody_who_stays_has_begun_may_be_made_again(told: bool) -> None:
+    """All who stay say the same: if BEGIN reached one of them, none makes it again."""
+    ring = Ring(3, 1)
+    for rank in range(3):
+        ring.migrate(rank)
+    ring.deliver(1, 0)
+    ring.deliver(2, 0)
+    if told:
+        ring.deliver(0, 1)
+        ring.drop(0, 2)
+    else:
+        ring.drop(0, 1)
+        ring.drop(0, 2)
+    ring.crash(0)
+    ring.settle(stage=False)
+    assert [end.again for rank in (1, 2) for end in ended(ring, rank)] == [not told] * 2
+    ring.check_usable()
+
+
+def test_an_epoch_that_its_caller_gave_up_is_not_made_again() -> None:
+    ring = Ring(3, 1)
+    ring.migrate(1)
+    ring.give_up(1)
+    ring.crash(0)
+    ring.settle()
+    assert [end.again for end in ended(ring, 1)] == [False]
+
+
 def test_no_vote_is_cast_after_a_newer_term_was_promised() -> None:
     ring = Ring(3, 1)
     opened(ring)
@@ -639,7 +668,7 @@ def test_a_migration_asked_for_while_the_view_changes_is_ended_by_the_new_view()
     ring.deliver(2, 1)
     ring.deliver(1, 2)
     (end,) = ended(ring, 2)
-    assert (end.epoch, end.committed, end.complete) == (0, 0, False)
+    assert (end.epoch, end.committed, end.complete, end.again) == (0, 0, False, True)
     assert not ring.protocol(2).view_changing
 
 
