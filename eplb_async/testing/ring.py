@@ -21,6 +21,7 @@ from eplb_async.core.messages import Message
 from eplb_async.core.protocol import Protocol
 
 UNLIMITED = 1 << 30
+_NEVER = ((0, 0, 0), (0, 0, 0))
 _ABSENT, _FLYING, _SPOILT, _STAGED, _RUINED = range(5)
 
 
@@ -52,6 +53,7 @@ class Limits:
     cuts: int = 0
     duplicates: int = 0
     doubts: int = 0
+    returns: int = 0
     fifo: bool = True
 
 
@@ -90,6 +92,8 @@ class Face(NamedTuple):
     wakeup: bool
     has_majority: bool
     may_vote: bool
+    outside: bool
+    wants: frozenset[int]
 
 
 class State(NamedTuple):
@@ -102,7 +106,7 @@ class State(NamedTuple):
     cut: int
 
 
-_USES = ("crashes", "give_ups", "closes", "exclusions", "cuts", "duplicates", "doubts")
+_USES = ("crashes", "give_ups", "closes", "exclusions", "cuts", "duplicates", "doubts", "returns")
 
 
 class Ring:
@@ -144,17 +148,14 @@ class Ring:
         self._usable: dict[Hashable, str] = {}
         self._zeros = zeros = (0,) * num_layers
         body = Body(True, zeros, zeros, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0))
-        protocols = [
-            Protocol(
-                rank=rank,
-                ep_size=ep_size,
-                num_layers=num_layers,
-                settle_timeout=0.0,
-                ping_interval=0.0 if pings else 1.0,
-                majority_rule=majority_rule,
-            )
-            for rank in range(ep_size)
-        ]
+        self._options: dict[str, Any] = {
+            "ep_size": ep_size,
+            "num_layers": num_layers,
+            "settle_timeout": 0.0,
+            "ping_interval": 0.0 if pings else 1.0,
+            "majority_rule": majority_rule,
+        }
+        protocols = [Protocol(rank=rank, **self._options) for rank in range(ep_size)]
         self.state = State(
             tuple(map(self._intern, protocols)),
             (body,) * ep_size,
@@ -255,6 +256,23 @@ class Ring:
         self._put_body(rank, self.body(rank)._replace(alive=False, reads=self._zeros))
         self._deafen(rank)
 
+    def restart(self, rank: int) -> None:
+        """A rank that crashed or is over starts again, and opens into the group that runs without it."""
+        self._use("returns")
+        self._deafen(rank)
+        n = self.ep_size
+        queues = tuple(() if i // n == rank else queue for i, queue in enumerate(self.state.queues))
+        self.state = self.state._replace(
+            protocols=_put(self.state.protocols, rank, self._intern(Protocol(rank=rank, **self._options))),
+            queues=queues,
+        )
+        self._put_body(rank, Body(True, self._zeros, self._zeros, 0, 0, 0, self.limits.migrations, *_NEVER))
+        self._feed(rank, events.Returning())
+
+    def met(self, rank: int, other: int, start: int = 2) -> None:
+        """``rank`` wants ``other`` back and has met it; 0 takes that back."""
+        self._feed(rank, events.Met(other, start))
+
     def cut(self, a: int, b: int) -> None:
         """The link between two ranks is lost, with all that is on it."""
         self._use("cuts")
@@ -316,6 +334,10 @@ class Ring:
                         yield Move("gone", (rank, other, Proof.EXCLUDED))
                     elif left["exclusions"] and not face.gone >> other & 1:
                         yield Move("exclude", (rank, other), helpful=False)
+                if left["returns"] and self._may_return(other):
+                    yield Move("restart", (other,), helpful=False)
+                if other != rank and not face.members >> other & 1 and self._may_meet(rank, other):
+                    yield Move("met", (rank, other))
             may_be_out = face.wakeup and bool(limits.exclusions or limits.closes)
             if may_be_out and self.is_excluded(rank) and self._silent(rank):
                 yield Move("ping", (rank,))
@@ -351,6 +373,13 @@ class Ring:
                 for other in range(self.ep_size):
                     if face.members >> other & 1 and not face.gone >> other & 1 and self._is_lost(rank, other):
                         yield Move("gone", (rank, other))
+
+    def _may_return(self, rank: int) -> bool:
+        return not self.body(rank).alive and not any(self.face(q).members >> rank & 1 for q in self.alive())
+
+    def _may_meet(self, rank: int, other: int) -> bool:
+        idle = self.face(rank).phase is Phase.IDLE and not self.face(rank).outside
+        return idle and self.body(other).alive and self.face(other).outside and other not in self.face(rank).wants
 
     def _is_lost(self, rank: int, other: int) -> bool:
         """Whether NIXL will tell ``rank`` that ``other`` is disconnected."""
@@ -499,6 +528,9 @@ class Ring:
                     raise Violation(f"rank {rank} ends at {committed}, complete={complete}")
                 ended = (face.term, epoch, committed) if epoch else body.ended
                 self._put_body(rank, body._replace(owed=0, applied=0, source=0, reads=self._zeros, ended=ended))
+            case events.Installed(_, members) if face.outside:  # it takes over the group's placement
+                rows = next((self.body(q).rows for q in sorted(members - {rank}) if self.body(q).alive), body.rows)
+                self._put_body(rank, body._replace(rows=rows))
             case _:
                 pass
 
@@ -580,6 +612,8 @@ def _face(protocol: Protocol) -> Face:
         wakeup=protocol.next_wakeup is not None,
         has_majority=protocol.has_majority,
         may_vote=protocol._view.accepts(protocol.term),
+        outside=protocol.outside,
+        wants=frozenset(protocol._returns.own),
     )
 
 
