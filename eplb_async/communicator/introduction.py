@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.core import messages
 from eplb_async.core.layout import Layout, compare
+from eplb_async.core.placement import Placement
 from eplb_async.errors import CommunicatorBusy, HandshakeError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.rendezvous.blob import BlobError, Introduction, open_sealed, seal
@@ -32,6 +34,7 @@ class Introducer:
         placement_digest: Digest of the placement this rank was opened with.
         key: The job's key.
         settings: Limits.
+        current: What is true now: placement, and version of the weights.
     """
 
     def __init__(
@@ -42,24 +45,28 @@ class Introducer:
         placement_digest: bytes,
         key: bytes,
         settings: Settings,
+        current: Callable[[], tuple[Placement, int]],
     ) -> None:
         self._driver = driver
         self._roster = roster
         self._placement_digest = placement_digest
         self._key = key
         self._settings = settings
+        self._current = current
         self._heard: dict[int, int] = {}
         self._arrived = asyncio.Event()
         self._announced: messages.Introduce | None = None
         self.layout = layout
         driver.on_introduction = self._on_message
+        driver.has_met = self.has_met
 
     def introduction(self, me: Identity, endpoint: Endpoint) -> messages.Introduce:
         """The message that introduces an incarnation of this rank to members."""
-        return messages.Introduce(blob=self.blob(endpoint, me))
+        return messages.Introduce(blob=self.blob(endpoint, me, placed=False))
 
-    def blob(self, endpoint: Endpoint, me: Identity) -> bytes:
-        """This rank's sealed introduction."""
+    def blob(self, endpoint: Endpoint, me: Identity, *, placed: bool = True) -> bytes:
+        """This rank's sealed introduction, with the placement unless who gets it knows that."""
+        placement, version = self._current()
         return seal(
             Introduction(
                 group=me.group,
@@ -71,19 +78,23 @@ class Introducer:
                 metadata=endpoint.metadata(),
                 layout=self.layout.to_plain(),
                 placement_digest=self._placement_digest,
+                term=self._driver.protocol.term,
+                version=version,
+                num_logical=placement.num_logical,
+                placement=placement.physical_to_logical_map.astype("<i4").tobytes() if placed else b"",
             ),
             self._key,
         )
 
-    def admit(self, rank: int, blob: bytes, endpoint: Endpoint, *, newer_than: int = -1) -> Member:
-        """Check a rank's blob and add its agent.
+    def check(self, rank: int, blob: bytes, *, newer_than: int = -1) -> Introduction:
+        """Check a rank's blob.
 
         Raises:
-            HandshakeError: The blob is bad, or the rank's layout or placement is not ours; says how.
+            HandshakeError: It is bad; says how.
         """
         me = self._driver.identity
         try:
-            intro = open_sealed(
+            return open_sealed(
                 blob,
                 self._key,
                 limit=self._settings.max_blob_bytes,
@@ -92,15 +103,25 @@ class Introducer:
                 ep_size=me.ep_size,
                 newer_than=newer_than,
             )
-            layout = Layout.from_plain(intro.layout)
         except BlobError as error:
             raise HandshakeError(f"rank {rank}: {error}") from error
+
+    def admit(self, rank: int, blob: bytes, endpoint: Endpoint, *, newer_than: int = -1) -> Member:
+        """Check a rank's blob and add its agent.
+
+        Raises:
+            HandshakeError: The blob is bad, or the rank's layout or placement is not ours; says how.
+        """
+        intro = self.check(rank, blob, newer_than=newer_than)
+        try:
+            layout = Layout.from_plain(intro.layout)
         except ValueError as error:
             raise HandshakeError(f"rank {rank}: its layout is refused: {error}") from error
         if differences := compare(self.layout, layout):
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
             raise HandshakeError(f"rank {rank} has another layout: {'; '.join(differences[:_SHOWN])}{more}")
-        if intro.placement_digest != self._placement_digest and newer_than < 0:
+        opens = newer_than < 0 and intro.term == 0  # else the placement has changed since, or is taken over
+        if intro.placement_digest != self._placement_digest and opens:
             raise HandshakeError(f"rank {rank} was opened with another placement, ep_size or number of experts")
         peer = endpoint.add_peer(intro.metadata)
         if peer.name != intro.agent:
@@ -117,12 +138,12 @@ class Introducer:
 
     async def meet(self, member: Member) -> None:
         """Say Hello, and wait until the rank has said it to this incarnation of ours."""
-        self._driver.send(member.rank, messages.Hello())
+        self._driver.send(member.rank, self._hello())
         await self.met(member)
 
     async def met(self, member: Member) -> None:
         """Wait until the rank has said Hello to this incarnation of ours."""
-        while not self._has_met(member):
+        while not self.has_met(member):
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -143,9 +164,10 @@ class Introducer:
             pass
         finally:
             self._announced = None
-        return [member.rank for member in members if not self._has_met(member)]
+        return [member.rank for member in members if not self.has_met(member)]
 
-    def _has_met(self, member: Member) -> bool:
+    def has_met(self, member: Member) -> bool:
+        """Whether the rank has said Hello to this incarnation of ours."""
         return start_of(self._heard.get(member.rank, 0)) == start_of(member.incarnation)
 
     def _on_message(self, message: messages.Hello | messages.Introduce) -> None:
@@ -155,6 +177,12 @@ class Introducer:
         if message.receiver_incarnation == self._driver.identity.incarnation:
             self._heard[message.sender] = message.sender_incarnation
             self._arrived.set()
+            self._driver.stir()
+            if message.term:
+                self._driver.found_running()
+
+    def _hello(self) -> messages.Hello:
+        return messages.Hello(term=self._driver.protocol.term)
 
     def _on_introduce(self, message: messages.Introduce) -> None:
         """A member recycled its agent: take the new one, and say so."""
@@ -170,6 +198,6 @@ class Introducer:
                 self._driver.dropped["bad introduction"] += 1
                 _log.warning("introduction refused: %s", error)
                 return
-            if self._announced is not None and not self._has_met(known):
+            if self._announced is not None and not self.has_met(known):
                 self._driver.send(message.sender, self._announced)
-        self._driver.send(message.sender, messages.Hello())
+        self._driver.send(message.sender, self._hello())

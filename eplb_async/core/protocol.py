@@ -209,6 +209,11 @@ class Protocol(Member):
         return frozenset(each(self._view.arriving))
 
     @property
+    def suspects(self) -> frozenset[int]:
+        """Members that are pinged because somebody takes them for gone."""
+        return frozenset(each(self._view.suspects & self._view.remaining))
+
+    @property
     def outside(self) -> bool:
         """Whether this rank opens into a group that runs, and no view has it yet."""
         return self._view.outside
@@ -245,6 +250,7 @@ class Protocol(Member):
             raise ValueError(f"rank {self.rank} cannot migrate while {self.phase.value} or closing")
         part, view = self._part, self._view
         part.join()
+        self._returns.own.clear()  # who wants an epoch waits for nobody's return
         if view.settled:  # else the view that is under way ends this attempt: its digests are of the old one
             self._send(
                 view.coordinator,

@@ -36,7 +36,7 @@ class Returns:
         return True
 
     def forget(self, member: int) -> None:
-        """A member wants an epoch: it waits for nobody's return any more."""
+        """A member wants an epoch: its words are over, also where taking them back was lost."""
         for said in self.heard.values():
             said.pop(member, None)
 

@@ -52,6 +52,11 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         layout: Where its rows are, as nested lists; opaque here, checked by the caller.
         placement_digest: Digest of the placement it was opened with.
         node: Host label.
+        term: Term of its view; 0 while its group opens. Above that, ``placement`` is what is true in the group.
+        version: Version of its weights.
+        num_logical: Logical experts per layer in ``placement``.
+        placement: Where it says that the experts are, little-endian int32 ``[num_layers, num_physical]``; opaque
+            here, checked by the caller. Empty where it does not say.
     """
 
     group: str
@@ -63,6 +68,10 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layout: Any
     placement_digest: bytes
     node: str = ""
+    term: int = 0
+    version: int = 0
+    num_logical: int = 0
+    placement: bytes = b""
 
     def __repr__(self) -> str:
         return (
@@ -175,8 +184,9 @@ def _problems(intro: Introduction) -> Iterator[str]:
         yield f"ep_size {intro.ep_size}"
     if not 0 <= intro.rank < intro.ep_size:
         yield f"rank {intro.rank} of {intro.ep_size}"
-    if not 0 <= intro.incarnation < _SPACE:
-        yield f"incarnation {intro.incarnation}"
+    for what in ("incarnation", "term", "version", "num_logical"):
+        if not 0 <= getattr(intro, what) < _SPACE:
+            yield f"{what} {getattr(intro, what)}"
     if not intro.agent:
         yield "no agent name"
     for what in ("group", "agent", "node"):

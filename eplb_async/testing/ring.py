@@ -232,6 +232,10 @@ class Ring:
         self._use("closes")
         self._feed(rank, events.Close())
 
+    def expire(self, rank: int) -> None:
+        """The ``open`` of ``rank``, which is outside, runs out of time."""
+        self._feed(rank, events.Close())
+
     def gone(self, rank: int, other: int, proof: Proof = Proof.DISCONNECTED) -> None:
         """``rank`` gets proof that ``other`` is gone."""
         self._feed(rank, events.Gone(other, proof))
@@ -266,7 +270,7 @@ class Ring:
             protocols=_put(self.state.protocols, rank, self._intern(Protocol(rank=rank, **self._options))),
             queues=queues,
         )
-        self._put_body(rank, Body(True, self._zeros, self._zeros, 0, 0, 0, self.limits.migrations, *_NEVER))
+        self._put_body(rank, Body(True, self._zeros, self._zeros, 0, 0, 0, 0, *_NEVER))
         self._feed(rank, events.Returning())
 
     def met(self, rank: int, other: int, start: int = 2) -> None:
@@ -314,7 +318,11 @@ class Ring:
         left = {name: getattr(limits, name) - used for name, used in zip(_USES, self.state.used, strict=True)}
         for rank in alive:
             face, body = self.face(rank), self.body(rank)
-            if face.phase is Phase.IDLE and body.migrations < limits.migrations and not face.leaving >> rank & 1:
+            if (
+                face.phase is Phase.IDLE
+                and body.migrations < limits.migrations
+                and not (face.leaving >> rank & 1 or face.outside)
+            ):
                 yield Move("migrate", (rank,))
             if any(read in (_FLYING, _SPOILT) for read in body.reads):
                 yield Move("stage", (rank,))
@@ -338,9 +346,11 @@ class Ring:
                     yield Move("restart", (other,), helpful=False)
                 if other != rank and not face.members >> other & 1 and self._may_meet(rank, other):
                     yield Move("met", (rank, other))
-            may_be_out = face.wakeup and bool(limits.exclusions or limits.closes)
-            if may_be_out and self.is_excluded(rank) and self._silent(rank):
+            may_be_out = bool(limits.exclusions or limits.closes) and self.is_excluded(rank)
+            if face.wakeup and (may_be_out or face.wants) and self._silent(rank):
                 yield Move("ping", (rank,))
+            if face.outside and not any(self.face(q).members >> q & 1 and not self.face(q).outside for q in alive):
+                yield Move("expire", (rank,))
             if left["cuts"]:
                 for other in alive:
                     if rank < other and not self.is_cut(rank, other):
@@ -379,7 +389,7 @@ class Ring:
 
     def _may_meet(self, rank: int, other: int) -> bool:
         idle = self.face(rank).phase is Phase.IDLE and not self.face(rank).outside
-        return idle and self.body(other).alive and self.face(other).outside and other not in self.face(rank).wants
+        return idle and other in self.alive() and self.face(other).outside and other not in self.face(rank).wants
 
     def _is_lost(self, rank: int, other: int) -> bool:
         """Whether NIXL will tell ``rank`` that ``other`` is disconnected."""

@@ -142,7 +142,7 @@ def test_who_joins_an_epoch_waits_for_nobody_to_come_back() -> None:
     ring.met(0, 2, 0)
     ring.migrate(0)
     ring.settle()
-    assert [command for command in ring.commands(1) if isinstance(command, events.Ended)][0].complete
+    assert next(command for command in ring.commands(1) if isinstance(command, events.Ended)).complete
 
 
 def test_the_word_is_said_again_until_it_arrives() -> None:
