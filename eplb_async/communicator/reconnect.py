@@ -31,7 +31,6 @@ from eplb_async.rendezvous.blob import Introduction
 _log = logging.getLogger("eplb_async.reconnect")
 _LOOKING = "a newer introduction of it: is it started again, and opening?"
 _ANSWER = "it to answer: it has published an introduction, and is dead, stopped, or does not reach this rank"
-_MET = "the others"
 
 
 class Reconnector:
@@ -207,12 +206,18 @@ class Reconnector:
         self._met[rank] = intro
         self._stage = _ANSWER
         await introducer.meet(member)
-        self._stage = _MET
         driver.feed(events.Met(rank, start_of(member.incarnation)))
         try:
             await driver.until(lambda: rank in driver.protocol.members and rank not in driver.protocol.arriving)
         finally:
+            self._stage = self._who_is_missing(rank)
             driver.feed(events.Met(rank, 0))
+
+    def _who_is_missing(self, rank: int) -> str:
+        member, others = self._driver.roster.get(rank), sorted(self._driver.protocol.waiting_for - {rank})
+        if member is not None and member.peer.gone:
+            return "a newer start of it: the one that was met has died too"
+        return f"ranks {others or 'of the view'} to call reconnect({rank}) too, and a view with it"
 
     def _installed(self, members: frozenset[int]) -> None:
         """A new view: note who is out, and take over what those hold who came."""
@@ -220,7 +225,7 @@ class Reconnector:
         self._members = members
         for rank in before - members:
             member = driver.roster.get(rank)
-            if member is not None:
+            if member is not None and driver.opened:  # else this rank comes back, and whom it met may open, too
                 self._over[rank] = start_of(member.incarnation)
         for rank in members - before:
             if (intro := self._met.pop(rank, None)) is not None:
@@ -247,14 +252,7 @@ class Reconnector:
             raise HandshakeError(f"rank {rank} cannot come back with what it says its slots hold: {error}") from error
 
     def _never_back(self, rank: int, timeout: float, error: Exception) -> str:
-        member, others = self._driver.roster.get(rank), sorted(self._driver.protocol.waiting_for - {rank})
-        if self._stage != _MET:
-            waited = self._stage
-        elif member is not None and member.peer.gone:
-            waited = "a newer start of it: the one that was met has died too"
-        else:
-            waited = f"ranks {others or 'of the view'} to call reconnect({rank}) too, and a view with it"
-        text = f"rank {rank} is not back within {timeout:g} s; waited for {waited}"
+        text = f"rank {rank} is not back within {timeout:g} s; waited for {self._stage}"
         if isinstance(error, HandshakeError) and self._stage == _LOOKING:
             text += f" ({error.failures.get(rank, error)})"
         url = "" if self._rendezvous is None else self._rendezvous.url

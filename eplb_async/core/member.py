@@ -21,7 +21,7 @@ class Member:
         dropped: Messages that moved nothing, counted by why.
     """
 
-    __slots__ = ("_change", "_lead", "_out", "_over", "_part", "_returns", "_view", "dropped", "num_layers", "rank")
+    __slots__ = ("_change", "_install_message", "_lead", "_out", "_over", "_part", "_returns", "_view", "dropped", "num_layers", "rank")
 
     def __init__(self, *, rank: int, ep_size: int, num_layers: int, majority_rule: bool) -> None:
         if not 0 <= rank < ep_size or num_layers < 1:
@@ -34,6 +34,7 @@ class Member:
         self._returns = Returns()
         self._lead = self._books({}) if rank == 0 else None
         self._change: Change | None = None
+        self._install_message: messages.Install | None = None
         self._over: Phase | None = None
         self._out: list[Command] = []
 
@@ -86,12 +87,14 @@ class Member:
         self._try_view()
 
     def _tell_view(self, rank: int) -> None:
-        """Tells a rank which view there is: one that is no member is fenced by it, one that comes back is let in."""
+        """Tells a rank which view there is: one that is no member is fenced by it, one that has missed it is in."""
         view = self._view
         if view.settled and rank != self.rank:
             self._send(
                 rank,
-                messages.Install(
+                self._install_message
+                if view.members & bit(rank) and self._install_message is not None
+                else messages.Install(
                     term=view.installed,
                     sender=self.rank,
                     members=view.members,
@@ -133,19 +136,22 @@ class Member:
         view.promised = view.next_term()
         self._change = change = Change(view.promised)
         change.add(self._state())
-        for rank in each(view.remaining & ~bit(self.rank)):
-            self._send(
-                rank,
-                messages.View(
-                    term=view.promised,
-                    sender=self.rank,
-                    gone=view.gone & view.members,
-                    declared=view.declared & view.members,
-                    installed_term=view.installed,
-                    members=view.members,
-                ),
-            )
+        self._say_view(view.remaining)
         self._try_install(change)
+
+    def _say_view(self, ranks: int) -> None:
+        """Asks these for their STATE."""
+        view = self._view
+        message = messages.View(
+            term=view.promised,
+            sender=self.rank,
+            gone=view.gone & view.members,
+            declared=view.declared & view.members,
+            installed_term=view.installed,
+            members=view.members,
+        )
+        for rank in each(ranks & ~bit(self.rank)):
+            self._send(rank, message)
 
     def _try_install(self, change: Change) -> None:
         view = self._view
@@ -191,6 +197,7 @@ class Member:
             return
         self._finish(-1, clip(reason))
         view.install(message.term, message.members)
+        self._install_message = replace(message, sender=self.rank)
         self._returns.installed(view.members)
         part.epoch = max(part.epoch, message.next_epoch - 1)
         self._change = None
@@ -213,6 +220,8 @@ class Member:
         if message.term <= view.promised:
             if message.term < view.promised:
                 self._send(sender, messages.Term(term=view.promised, sender=self.rank))
+            elif not view.settled and sender == view.owner:
+                self._send(sender, self._state())  # asked again: the answer may be lost
             raise Ignored("stale")
         view.promised = message.term
         view.behind = newer
@@ -255,7 +264,7 @@ class Member:
             for rank in each(view.members & ~bit(self.rank)):
                 self._send(rank, messages.Pong(term=view.installed, sender=self.rank))
         for rank in each(view.members & ~before):  # the opener may have died before it told who comes back
-            self._send(rank, replace(message, sender=self.rank))
+            self._tell_view(rank)
         self._say_met()
         self._try_view()
 
@@ -286,13 +295,11 @@ class Member:
         return messages.Met(term=self._view.installed, sender=self.rank, rank=rank, start=start)
 
     def _heard_of(self, message: Message) -> None:
-        """A rank that comes back speaks: in this view, or before it has heard of it."""
+        """A member speaks: in this view, or before it has heard of it."""
         view = self._view
-        if not view.arriving & bit(message.sender):
-            return
         if message.term >= view.installed:
             view.arriving &= ~bit(message.sender)
-        elif isinstance(message, messages.Ping | messages.Pong):
+        elif view.members & bit(message.sender) and isinstance(message, messages.Ping | messages.Pong):
             self._tell_view(message.sender)
 
     @property

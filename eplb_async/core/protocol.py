@@ -243,7 +243,8 @@ class Protocol(Member):
         change = self._change and self._change.freeze()
         lead = self._lead and self._lead.freeze()
         returns = self._returns.freeze()
-        return (self._over, self._view.freeze(), self._part.freeze(), lead, change, returns, self._ping_at)
+        told = (self._install_message, self._ping_at)
+        return (self._over, self._view.freeze(), self._part.freeze(), lead, change, returns, *told)
 
     def _migrate(self, digests: messages.Digests) -> None:
         if self.phase is not Phase.IDLE or self._view.leaving & bit(self.rank) or self._view.outside:
@@ -363,6 +364,8 @@ class Protocol(Member):
             ping = self._ping()
             for rank in each(self._waited()):
                 self._send(rank, ping)
+            if self._change is not None:
+                self._say_view(self._change.missing(view))
             self._say_met()
             if part.active and part.asked is not None and view.settled and self._lead is None:
                 self._ask_out(part.asked)  # asked again: the first, or its answer, may be lost
@@ -391,7 +394,7 @@ class Protocol(Member):
 
     def _receive(self, message: Message) -> None:
         sender, view = message.sender, self._view
-        if view.arriving and not self._over and 0 <= sender < view.ep_size:
+        if not self._over and 0 <= sender < view.ep_size:
             self._heard_of(message)
         try:
             match message:
