@@ -63,6 +63,10 @@ class AsyncEplbCommunicator:
     ) -> Opening[AsyncEplbCommunicator]:
         """Open this rank: register the weights, and exchange introductions with every peer concurrently.
 
+        A rank that starts again calls this again, at the same rendezvous. Where the others go on without it, it
+        waits until they have called :meth:`reconnect`, and takes over their placement; of ``placement`` its own
+        slots count then, -1 for those that hold nothing.
+
         Cancelled or timed out: everything native is given back in the background; open again to retry.
 
         Args:
@@ -86,7 +90,8 @@ class AsyncEplbCommunicator:
         Raises:
             PlacementError: The placement is not one of ``ep_size`` ranks.
             WeightsError: A tensor cannot be moved, or staging is too small; nothing native was touched.
-            HandshakeError: Peers are missing or refused; lists each and why.
+            HandshakeError: Peers are missing or refused, or the group runs and does not have this rank back; lists
+                each and why.
         """
         chosen = settings or Settings.from_env()
 

@@ -65,8 +65,13 @@ class Introducer:
         return messages.Introduce(blob=self.blob(endpoint, me, placed=False))
 
     def blob(self, endpoint: Endpoint, me: Identity, *, placed: bool = True) -> bytes:
-        """This rank's sealed introduction, with the placement unless who gets it knows that."""
+        """This rank's sealed introduction, with what its slots hold unless who gets it knows that.
+
+        In a group that runs it has the whole placement, for a rank that comes back.
+        """
         placement, version = self._current()
+        term = self._driver.protocol.term
+        ids = placement.physical_to_logical_map if term else placement.local(me.rank)
         return seal(
             Introduction(
                 group=me.group,
@@ -78,10 +83,10 @@ class Introducer:
                 metadata=endpoint.metadata(),
                 layout=self.layout.to_plain(),
                 placement_digest=self._placement_digest,
-                term=self._driver.protocol.term,
+                term=term,
                 version=version,
                 num_logical=placement.num_logical,
-                placement=placement.physical_to_logical_map.astype("<i4").tobytes() if placed else b"",
+                slots=ids.astype("<i4").tobytes() if placed else b"",
             ),
             self._key,
         )

@@ -21,6 +21,7 @@ from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.members import GENERATION_BITS, start_of
 from eplb_async.core import events
+from eplb_async.core.events import Phase
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import CommunicatorClosed, HandshakeError, PlacementError
@@ -139,7 +140,8 @@ class Reconnector:
         own, version = self._current()
         here = self._driver.identity.rank
         try:
-            group = _placement_of(intro, like=own)
+            ids = _slots_of(intro, own, own.num_physical)
+            group = Placement(ids, ep_size=own.ep_size, num_logical=own.num_logical)
             held = own.local(here) if version == intro.version else np.full_like(own.local(here), -1)
             self._adopt(group.with_rank(here, held), intro.version)
         except PlacementError as error:
@@ -246,7 +248,7 @@ class Reconnector:
         """
         placement, version = self._current()
         try:
-            claim = _placement_of(intro, like=placement).local(rank)
+            claim = _slots_of(intro, placement, placement.num_local_experts)
             return placement.with_rank(rank, claim if intro.version == version else np.full_like(claim, -1))
         except PlacementError as error:
             raise HandshakeError(f"rank {rank} cannot come back with what it says its slots hold: {error}") from error
@@ -255,6 +257,8 @@ class Reconnector:
         text = f"rank {rank} is not back within {timeout:g} s; waited for {self._stage}"
         if isinstance(error, HandshakeError) and self._stage == _LOOKING:
             text += f" ({error.failures.get(rank, error)})"
+        if self._driver.protocol.phase is Phase.IN_DOUBT:
+            text += f"; this rank is in doubt: {self._driver.last_error}"
         url = "" if self._rendezvous is None else self._rendezvous.url
         if rank == 0 and url.startswith("tcp://"):
             text += (
@@ -292,13 +296,10 @@ async def _both_ended(*tasks: asyncio.Future[Any]) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _placement_of(intro: Introduction, *, like: Placement) -> Placement:
-    """The placement that an introduction carries, of the sizes of ``like``."""
-    ids: NDArray[np.int32] = np.frombuffer(intro.placement[: len(intro.placement) // 4 * 4], dtype="<i4")
-    if len(intro.placement) != 4 * like.num_layers * like.num_physical or intro.num_logical != like.num_logical:
+def _slots_of(intro: Introduction, like: Placement, width: int) -> NDArray[np.int32]:
+    """What an introduction says is in its slots, ``[num_layers, width]``; ids are not checked."""
+    if len(intro.slots) != 4 * like.num_layers * width or intro.num_logical != like.num_logical:
         raise PlacementError(
-            f"{intro.num_logical} logical experts and {len(intro.placement)} bytes of slots do not fit {like!r}"
+            f"{intro.num_logical} logical experts and {len(intro.slots)} bytes of slots do not fit {like!r}"
         )
-    return Placement(
-        ids.reshape(like.num_layers, like.num_physical), ep_size=like.ep_size, num_logical=like.num_logical
-    )
+    return np.frombuffer(intro.slots, dtype="<i4").reshape(like.num_layers, width)

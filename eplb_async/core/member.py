@@ -21,7 +21,19 @@ class Member:
         dropped: Messages that moved nothing, counted by why.
     """
 
-    __slots__ = ("_change", "_install_message", "_lead", "_out", "_over", "_part", "_returns", "_view", "dropped", "num_layers", "rank")
+    __slots__ = (
+        "_change",
+        "_install_message",
+        "_lead",
+        "_out",
+        "_over",
+        "_part",
+        "_returns",
+        "_view",
+        "dropped",
+        "num_layers",
+        "rank",
+    )
 
     def __init__(self, *, rank: int, ep_size: int, num_layers: int, majority_rule: bool) -> None:
         if not 0 <= rank < ep_size or num_layers < 1:

@@ -52,11 +52,12 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         layout: Where its rows are, as nested lists; opaque here, checked by the caller.
         placement_digest: Digest of the placement it was opened with.
         node: Host label.
-        term: Term of its view; 0 while its group opens. Above that, ``placement`` is what is true in the group.
+        term: Term of its view; 0 while it opens.
         version: Version of its weights.
-        num_logical: Logical experts per layer in ``placement``.
-        placement: Where it says that the experts are, little-endian int32 ``[num_layers, num_physical]``; opaque
-            here, checked by the caller. Empty where it does not say.
+        num_logical: Logical experts per layer.
+        slots: Logical expert in each slot, little-endian int32 ``[num_layers, slots]``: in its own slots while it
+            opens, in those of all ranks above term 0. Opaque here, checked by the caller; empty where it does not
+            say.
     """
 
     group: str
@@ -71,7 +72,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     term: int = 0
     version: int = 0
     num_logical: int = 0
-    placement: bytes = b""
+    slots: bytes = b""
 
     def __repr__(self) -> str:
         return (

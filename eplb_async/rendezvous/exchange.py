@@ -112,7 +112,7 @@ async def _publish(
                 else:
                     return
                 await asyncio.sleep(pause)
-                pause = min(_SLOWEST, 2 * pause)
+                pause = min(_SLOWEST_RECHECK, 2 * pause)  # a store that is gone may log every call
     except TimeoutError:
         raise HandshakeError(
             f"could not publish this rank's introduction at {rendezvous.url} in {timeout:g} s: "

@@ -93,6 +93,7 @@ class Face(NamedTuple):
     has_majority: bool
     may_vote: bool
     outside: bool
+    arriving: frozenset[int]
     wants: frozenset[int]
 
 
@@ -321,7 +322,7 @@ class Ring:
             if (
                 face.phase is Phase.IDLE
                 and body.migrations < limits.migrations
-                and not (face.leaving >> rank & 1 or face.outside)
+                and not (face.leaving >> rank & 1 or face.outside or face.arriving)
             ):
                 yield Move("migrate", (rank,))
             if any(read in (_FLYING, _SPOILT) for read in body.reads):
@@ -623,6 +624,7 @@ def _face(protocol: Protocol) -> Face:
         has_majority=protocol.has_majority,
         may_vote=protocol._view.accepts(protocol.term),
         outside=protocol.outside,
+        arriving=protocol.arriving - protocol.gone,
         wants=frozenset(protocol._returns.own),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator import MigrationReport
 from eplb_async.core import events
 from eplb_async.core.placement import Placement
 from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, EplbError, HandshakeError, MigrationError
@@ -499,7 +499,8 @@ def test_a_lost_message_costs_a_call_at_most(sender: int, nth: int) -> None:
     run(main())
 
 
-def test_a_job_that_starts_over_on_a_store_that_remembers_opens_as_ever() -> None:
+@pytest.mark.parametrize("apart", [0.0, 1.0])
+def test_a_job_that_starts_over_on_a_store_that_remembers_opens_as_ever(apart: float) -> None:
     """Introductions of the run before are left, of ranks that are dead: nobody is taken for gone by them."""
     fabric = MemoryFabric()
 
@@ -509,9 +510,14 @@ def test_a_job_that_starts_over_on_a_store_that_remembers_opens_as_ever() -> Non
             assert reports(await first.migrate(ring_of(3, 1)))
         second = LocalCluster(ring_of(3), settings=SETTINGS, fabric=fabric)
         second.rendezvous = first.rendezvous
-        async with second:
-            assert all(comm.health().term == 0 for comm in second.comms)
-            await check_whole(second, ring_of(3, 2))
+        opening = []
+        for rank in range(3):
+            opening.append(asyncio.ensure_future(second._open(rank)))
+            await asyncio.sleep(apart)
+        second.comms = await asyncio.gather(*opening)
+        assert all(comm.health().term == 0 for comm in second.comms)
+        await check_whole(second, ring_of(3, 2))
+        await asyncio.gather(*(comm.aclose() for comm in second.comms))
 
     run(main())
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.protocol import Protocol
-from eplb_async.testing.ring import Limits, Ring
+from eplb_async.testing.explorer import explore
+from eplb_async.testing.ring import UNLIMITED, Limits, Ring
 
 START = 2
 
@@ -332,3 +335,86 @@ def test_suspecting_a_member_looks_for_a_proof() -> None:
         protocol.handle(events.Suspect(0), 0.0)
     with pytest.raises(ValueError, match="rank 3"):
         protocol.handle(events.Met(3, 1), 0.0)
+
+
+@pytest.mark.parametrize("dead", [0, 2, None])
+@pytest.mark.parametrize("lost", range(14))
+def test_any_lost_message_of_a_view_change_is_made_good(dead: int | None, lost: int) -> None:
+    """VIEW, STATE, INSTALL, TERM, MET: asked and said again with the pings, for a death and for a return."""
+    ring = without(4, 3) if dead is None else Ring(4, 1, pings=True)
+    if dead is None:
+        all_met(ring, 3)
+    else:
+        ring.crash(dead)
+        for rank in ring.alive():
+            ring.gone(rank, dead)
+    for _ in range(lost):
+        links = [(s, t) for s in range(4) for t in range(4) if ring.queue(s, t)]
+        if not links:
+            return
+        ring.deliver(*links[0])
+    links = [(s, t) for s in range(4) for t in range(4) if ring.queue(s, t)]
+    if links:
+        ring.drop(*links[0])
+    check_whole(ring)
+    assert not any(ring.face(rank).outside for rank in ring.alive())
+
+
+# ------------------------------------------------------------------------------------- everything, and at random
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "dead", "limits"),
+    [
+        (2, 0, Limits(crashes=2, returns=1)),
+        (2, 1, Limits(crashes=2, returns=2)),
+        (3, 0, Limits(crashes=1, returns=1)),
+        (3, 1, Limits(crashes=1, returns=1)),
+        (3, 0, Limits(migrations=0, crashes=2, returns=1)),
+        (3, 2, Limits(migrations=0, crashes=2, returns=2)),
+    ],
+    ids=str,
+)
+def test_every_schedule_of_a_return_is_safe_and_leads_back_to_rest(ep_size: int, dead: int, limits: Limits) -> None:
+    """I-7, I-9, I-19: a rank has died (the first of the crashes); it starts again, is met, others die, all migrate."""
+    ring = Ring(ep_size, 1, limits=limits, pings=True)
+    ring.crash(dead)
+    ring.settle()
+    for rank in ring.alive():
+        if not ring.face(rank).has_majority:
+            ring.gone(rank, dead, Proof.EXCLUDED)
+    ring.settle()
+    found = explore(ring, max_states=200_000)
+    print(f"{ep_size} ranks, rank {dead} has died, {limits}: {found}")
+    assert found.exhaustive
+    assert found.at_rest > 0
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(ep_size=st.integers(2, 4), data=st.data())
+def test_deaths_and_returns_in_any_order_come_to_rest(ep_size: int, data: st.DataObject) -> None:
+    """Messages in any order and twice, ranks that die and come back, callers that give up or say who is dead."""
+    limits = Limits(migrations=2, crashes=3, returns=3, duplicates=2, doubts=UNLIMITED, fifo=False)
+    ring = Ring(ep_size, 2, limits=limits, pings=True)
+    for _ in range(data.draw(st.integers(0, 80))):
+        moves = list(ring.moves())
+        if not moves:
+            break
+        ring.play(data.draw(st.sampled_from(moves)))
+        ring.check()
+    for _ in range(5):
+        come_to_rest(ring)
+        for rank in ring.alive():
+            if ring.face(rank).phase in (Phase.JOINED, Phase.OPEN):
+                ring.give_up(rank)
+            if not ring.face(rank).outside and not ring.face(rank).has_majority:
+                for other in range(ep_size):
+                    if ring.face(rank).members >> other & 1 and not ring.body(other).alive:
+                        ring.gone(rank, other, Proof.EXCLUDED)
+        come_to_rest(ring)
+        outside = [rank for rank in ring.alive() if ring.face(rank).outside]
+        if not insiders(ring):
+            return
+        for rank in outside[:1]:
+            all_met(ring, rank)
+    check_whole(ring)
