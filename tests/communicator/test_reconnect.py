@@ -559,3 +559,30 @@ def test_another_layout_is_refused() -> None:
             await check_whole(cluster, ring_of(3, 2))
 
     run(main())
+
+
+def test_a_rank_in_doubt_is_resolved_and_has_the_other_back() -> None:
+    """Rule 9, then 12: two ranks, one dies between vote and COMMIT; exclude says so, and it comes back."""
+    faults = FaultPlan().drop_notif("default/0.", receiver="default/1.", nth=None)
+
+    async def main() -> None:
+        async with LocalCluster(ring_of(2), settings=SETTINGS) as cluster:
+            new = ring_of(2, 1)
+            migrating = asyncio.ensure_future(cluster.migrate(new, timeout=2.0))
+            while cluster.comms[1].health().phase != "open":
+                await asyncio.sleep(0.00001)
+            cluster.fabric.faults = faults
+            results = await migrating
+            cluster.fabric.faults = FaultPlan()
+            cluster.kill(0)
+            assert not isinstance(results[1], MigrationReport)
+            async with asyncio.timeout(10.0):
+                while cluster.comms[1].health().phase != "in_doubt":
+                    await asyncio.sleep(0.1)
+            with pytest.raises(HandshakeError, match="in doubt"):
+                await cluster.comms[1].reconnect(0, timeout=1.0)
+            await cluster.comms[1].exclude(0)
+            await back(cluster, 0)
+            await check_whole(cluster, new)
+
+    run(main())
