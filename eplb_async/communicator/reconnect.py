@@ -1,69 +1,60 @@
-"""A rank that starts again comes back: how it enters a group that runs, and how the others have it in (rule 12).
+"""How the members of a group have a rank back that started again (rule 12).
 
-The others publish their introductions anew, with the placement that is true, before they say that they have met
-the rank. So once a view has the rank, it finds that placement at the rendezvous, and takes it over with what it
-holds itself.
+They publish their introductions anew, with the placement that is true, before they say that they have met the
+rank. So once a view has the rank, it finds that placement at the rendezvous, and takes it over with what it holds
+itself; they do the same when they install that view.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Executor
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.introduction import Introducer
+from eplb_async.communicator.meetings import Meetings, all_ended, slots_of
 from eplb_async.communicator.members import GENERATION_BITS, start_of
 from eplb_async.core import events
 from eplb_async.core.events import Phase
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import CommunicatorClosed, HandshakeError, PlacementError
-from eplb_async.nixl.endpoint import Endpoint
-from eplb_async.rendezvous import Rendezvous, exchange
 from eplb_async.rendezvous.blob import Introduction
 
-_log = logging.getLogger("eplb_async.reconnect")
 _LOOKING = "a newer introduction of it: is it started again, and opening?"
 _ANSWER = "it to answer: it has published an introduction, and is dead, stopped, or does not reach this rank"
 
 
 class Reconnector:
-    """Enters a group, and has ranks back into it, on the engine loop.
+    """Has ranks back, one at a time, on the engine loop.
 
     Args:
         driver: The protocol.
-        introducer: Introduces this rank and admits others.
+        introducer: Admits the rank.
+        meetings: Where to find it.
         engine: The engine loop.
-        endpoint: This rank's agent.
         current: What is true now: placement, and version of the weights.
-        adopt: Called with both when they change because a rank came back.
+        adopt: Called with both when a rank has come back.
     """
 
     def __init__(
         self,
         driver: Driver,
         introducer: Introducer,
+        meetings: Meetings,
         *,
         engine: LoopEngine,
-        endpoint: Callable[[], Endpoint],
         current: Callable[[], tuple[Placement, int]],
         adopt: Callable[[Placement, int], object],
     ) -> None:
         self._driver = driver
         self._introducer = introducer
+        self._meetings = meetings
         self._engine = engine
-        self._endpoint = endpoint
         self._current = current
         self._adopt = adopt
-        self._rendezvous: Rendezvous | None = None
-        self._executor: Executor | None = None
         self._members = driver.protocol.members
         self._over: dict[int, int] = {}
         """By rank: its start that was a member and is out."""
@@ -72,90 +63,6 @@ class Reconnector:
         self._stage = ""
         driver.on_installed = self._installed
 
-    # ---------------------------------------------------------------------------------- the rank that opens
-    async def enter(self, rendezvous: Rendezvous, timeout: float, executor: Executor | None) -> dict[int, float]:
-        """Meet all peers; where they say that the group runs already, wait until it has this rank in.
-
-        Returns:
-            Seconds until each peer was met.
-
-        Raises:
-            HandshakeError: Lists every peer that was not met and why, or says what entering waits for.
-        """
-        self._rendezvous, self._executor = rendezvous, executor
-        introducer, driver = self._introducer, self._driver
-
-        async def meet(rank: int, blob: bytes) -> None:
-            await introducer.meet(introducer.admit(rank, blob, self._endpoint()))
-
-        meeting = asyncio.ensure_future(self._exchange(meet, timeout))
-        entering = asyncio.ensure_future(self._let_in())
-        deadline = self._engine.loop.time() + timeout
-        async with _both_ended(meeting, entering):
-            await asyncio.wait({meeting, entering}, return_when=asyncio.FIRST_COMPLETED)
-            if driver.returning and not entering.done():
-                await asyncio.wait({entering}, timeout=max(0.0, deadline - self._engine.loop.time()))
-                if not entering.done():
-                    raise HandshakeError(self._never_let_in(timeout))
-            if driver.returning:
-                entering.result()
-            met = {} if driver.returning else meeting.result()
-            driver.opened = True
-            return met
-
-    async def _let_in(self) -> None:
-        """Wait until a view has this rank, then take over the group's placement."""
-        driver = self._driver
-        here = driver.identity.rank
-        await driver.until(lambda: driver.returning and (bool(driver.over) or self._is_in()))
-        if driver.over:
-            raise HandshakeError(f"rank {here} is not let in ({driver.over}); open it again")
-        members = sorted(driver.protocol.members - {here})
-        for rank in members:
-            if (intro := await self._look_up(rank)) is not None:
-                self._take_over(rank, intro)
-                return
-        raise HandshakeError(f"rank {here} is let in, and none of {members} says where the experts are; open again")
-
-    def _is_in(self) -> bool:
-        """Whether a view has this rank, and it has met all who are in it."""
-        driver = self._driver
-        members = [driver.roster.get(rank) for rank in driver.protocol.members - {driver.identity.rank}]
-        met = all(member is not None and self._introducer.has_met(member) for member in members)
-        return met and not driver.protocol.outside
-
-    async def _look_up(self, rank: int) -> Introduction | None:
-        """A member's introduction, if it is one with the group's placement."""
-        rendezvous, member = self._rendezvous, self._driver.roster.get(rank)
-        assert rendezvous is not None
-        assert member is not None
-        group = self._driver.identity.group
-        blob = await self._engine.offload(lambda: rendezvous.get(f"{group}/blob/{rank}"))
-        if blob is None:
-            return None
-        intro = self._introducer.check(rank, blob)
-        return intro if intro.term and start_of(intro.incarnation) == start_of(member.incarnation) else None
-
-    def _take_over(self, rank: int, intro: Introduction) -> None:
-        own, version = self._current()
-        here = self._driver.identity.rank
-        try:
-            ids = _slots_of(intro, own, own.num_physical)
-            group = Placement(ids, ep_size=own.ep_size, num_logical=own.num_logical)
-            held = own.local(here) if version == intro.version else np.full_like(own.local(here), -1)
-            self._adopt(group.with_rank(here, held), intro.version)
-        except PlacementError as error:
-            raise HandshakeError(f"rank {rank} says where the experts are, and it is refused: {error}") from error
-        _log.info("rank %d is back, in term %d", here, self._driver.protocol.term)
-
-    def _never_let_in(self, timeout: float) -> str:
-        met = sorted(m.rank for m in self._driver.roster if self._introducer.has_met(m))
-        return (
-            f"rank {self._driver.identity.rank} was not let in within {timeout:g} s: its group runs already (ranks "
-            f"{met} say so); every rank of the view must call reconnect({self._driver.identity.rank}) while it opens"
-        )
-
-    # ------------------------------------------------------------------------------------------- the others
     async def reconnect(self, rank: int, timeout: float, settled: Callable[[], Awaitable[None]]) -> None:
         """Have a rank back; see ``AsyncEplbCommunicator.reconnect``.
 
@@ -168,14 +75,14 @@ class Reconnector:
         deadline = loop.time() + timeout
         self._stage = "an earlier migration or a view change to settle"  # in words, for the error
         try:
-            with self._endpoint().serving():
+            with self._meetings.endpoint().serving():
                 async with asyncio.timeout_at(deadline):
                     await self._until_out(rank, settled)
                 self._stage = _LOOKING
                 left = max(0.0, deadline - loop.time())
-                meeting = asyncio.ensure_future(self._exchange(self._have_back, left, only=rank))
+                meeting = asyncio.ensure_future(self._meetings.exchange(self._have_back, left, only=rank))
                 ended = asyncio.ensure_future(driver.until(lambda: bool(driver.over)))
-                async with _both_ended(meeting, ended):
+                async with all_ended(meeting, ended):
                     await asyncio.wait({meeting, ended}, return_when=asyncio.FIRST_COMPLETED)
                     if driver.over:
                         raise CommunicatorClosed(f"the communicator is {driver.over}")
@@ -204,7 +111,7 @@ class Reconnector:
         newer_than = ((self._over.get(rank, 0) + 1) << GENERATION_BITS) - 1
         intro = introducer.check(rank, blob, newer_than=newer_than)
         self._returned(rank, intro)  # refuses now what could not be taken over later
-        member = introducer.admit(rank, blob, self._endpoint(), newer_than=newer_than)
+        member = introducer.admit(rank, blob, self._meetings.endpoint(), newer_than=newer_than)
         self._met[rank] = intro
         self._stage = _ANSWER
         await introducer.meet(member)
@@ -248,7 +155,7 @@ class Reconnector:
         """
         placement, version = self._current()
         try:
-            claim = _slots_of(intro, placement, placement.num_local_experts)
+            claim = slots_of(intro, placement, placement.num_local_experts)
             return placement.with_rank(rank, claim if intro.version == version else np.full_like(claim, -1))
         except PlacementError as error:
             raise HandshakeError(f"rank {rank} cannot come back with what it says its slots hold: {error}") from error
@@ -259,47 +166,10 @@ class Reconnector:
             text += f" ({error.failures.get(rank, error)})"
         if self._driver.protocol.phase is Phase.IN_DOUBT:
             text += f"; this rank is in doubt: {self._driver.last_error}"
-        url = "" if self._rendezvous is None else self._rendezvous.url
+        url = "" if self._meetings.rendezvous is None else self._meetings.rendezvous.url
         if rank == 0 and url.startswith("tcp://"):
             text += (
                 f"\nrank 0 hosted the rendezvous {url}, which ended with it: ranks can only come back by one that "
                 "outlives them, as file:// or a store of the launcher's"
             )
         return text
-
-    async def _exchange(
-        self, on_peer: Callable[[int, bytes], Awaitable[None]], timeout: float, *, only: int | None = None
-    ) -> dict[int, float]:
-        me, endpoint = self._driver.identity, self._endpoint()
-        assert self._rendezvous is not None
-        return await exchange(
-            self._rendezvous,
-            group=me.group,
-            rank=me.rank,
-            ep_size=me.ep_size,
-            sealed=self._introducer.blob(endpoint, me),
-            deadline_per_peer=timeout,
-            on_peer=on_peer,
-            executor=self._executor,
-            peers=None if only is None else [only],
-        )
-
-
-@contextlib.asynccontextmanager
-async def _both_ended(*tasks: asyncio.Future[Any]) -> AsyncIterator[None]:
-    """End tasks with the block."""
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _slots_of(intro: Introduction, like: Placement, width: int) -> NDArray[np.int32]:
-    """What an introduction says is in its slots, ``[num_layers, width]``; ids are not checked."""
-    if len(intro.slots) != 4 * like.num_layers * width or intro.num_logical != like.num_logical:
-        raise PlacementError(
-            f"{intro.num_logical} logical experts and {len(intro.slots)} bytes of slots do not fit {like!r}"
-        )
-    return np.frombuffer(intro.slots, dtype="<i4").reshape(like.num_layers, width)

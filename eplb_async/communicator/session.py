@@ -14,8 +14,10 @@ import torch
 from eplb_async.communicator.agents import Agents
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.driver import Driver
+from eplb_async.communicator.entrance import Entrance
 from eplb_async.communicator.epoch import EpochRun, LayerJob
 from eplb_async.communicator.introduction import Introducer
+from eplb_async.communicator.meetings import Meetings
 from eplb_async.communicator.members import Identity, Roster, memory_of
 from eplb_async.communicator.reconnect import Reconnector
 from eplb_async.communicator.report import Health, MigrationReport
@@ -104,11 +106,12 @@ class Session:
             weights=weights,
             staging=self._staging,
         )
+        self._meetings = Meetings(self.driver, self._introducer, engine=engine, endpoint=lambda: self.endpoint)
         self._reconnector = Reconnector(
             self.driver,
             self._introducer,
+            self._meetings,
             engine=engine,
-            endpoint=lambda: self.endpoint,
             current=lambda: (self.placement, self.version),
             adopt=self._adopt,
         )
@@ -127,8 +130,17 @@ class Session:
         """
         me = self.driver.identity
         await self._copier.fence()
+        self._meetings.rendezvous, self._meetings.executor = rendezvous, executor
+        entrance = Entrance(
+            self.driver,
+            self._introducer,
+            self._meetings,
+            engine=self._engine,
+            current=lambda: (self.placement, self.version),
+            adopt=self._adopt,
+        )
         with self.endpoint.serving():
-            self.met_seconds = await self._reconnector.enter(rendezvous, timeout, executor)
+            self.met_seconds = await entrance.enter(timeout)
         slowest = max(self.met_seconds.items(), key=lambda met: met[1], default=None)
         if slowest is not None:
             _log.info("rank %d met %d peers; slowest was rank %d, %.3f s", me.rank, len(self.met_seconds), *slowest)

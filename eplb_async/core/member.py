@@ -266,7 +266,8 @@ class Member:
 
     def _on_install(self, message: messages.Install) -> None:
         view = self._view
-        if message.term <= view.installed or (message.term < view.promised and message.members & bit(self.rank)):
+        waits = view.outside or bool(message.members & bit(self.rank))  # for the view that was promised
+        if message.term <= view.installed or (message.term < view.promised and waits):
             raise Ignored("stale")
         was_outside, before = view.outside, view.members
         self._install(message, {})
