@@ -79,13 +79,16 @@ def test_a_rank_that_died_idle_comes_back_with_nothing_loaded(start: Start, tran
     assert ranks.all("check", NEW) == [0, 0, 0]
 
 
-def test_survivors_are_met_at_the_agents_they_have_now(start: Start, transport: str) -> None:
-    """They were recycled since, so what they published in ``open`` leads nowhere."""
+@pytest.mark.parametrize("noticed", [False, True])
+def test_survivors_are_met_at_the_agents_they_have_now(start: Start, transport: str, noticed: bool) -> None:
+    """They were recycled since, past the dead rank, so what they published in ``open`` leads nowhere."""
     ranks = start(OLD, transport=transport, loop="uvloop")
     ranks.kill(1)
     ranks.exit_code(1)
-    ranks.all("exclude", 1, ranks=[0, 2])
-    ranks.all("rebind", ranks=[0, 2])
+    if noticed:
+        ranks.all("exclude", 1, ranks=[0, 2])
+    for rank in (0, 2):
+        ranks.call(rank, "rebind")
     ranks.start(1)
     back(ranks, 1)
     ranks.all("migrate", NEW, 60.0)
