@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from dataclasses import replace
 
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.introduction import Introducer
-from eplb_async.communicator.members import Identity, Roster
-from eplb_async.core import messages
+from eplb_async.communicator.members import Identity, Member, Roster
+from eplb_async.core import events, messages
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import CommunicatorClosed
+from eplb_async.errors import CommunicatorClosed, HandshakeError
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.settings import Settings
 from eplb_async.weights import ExpertWeights, Staging
@@ -111,12 +112,7 @@ class Agents:
         successor = replace(me, incarnation=me.incarnation + 1)
         fresh = self._make(successor, bare=bare)
         try:
-            # Excluded ones are kept: who speaks up later must be told that it is out.
-            known = [
-                replace(member, peer=fresh.add_peer(member.peer.blob))
-                for member in self._roster
-                if not member.peer.gone
-            ]
+            known = await self._reach_all(fresh)
             self._introducer.layout = self._weights.layout  # they may have moved
             introduction = self._introducer.introduction(successor, fresh)
         except BaseException:  # nothing has changed; the next migration tries again
@@ -157,6 +153,40 @@ class Agents:
             successor.incarnation,
             silent,
         )
+
+    async def _reach_all(self, fresh: Endpoint) -> list[Member]:
+        """The members as a successor knows them.
+
+        Excluded ones are kept, if they can be reached: who speaks up later must be told that it is out.
+
+        Raises:
+            HandshakeError: A member of the view is not known gone, and cannot be reached.
+        """
+        while True:
+            known = []
+            unreached: tuple[Member, HandshakeError] | None = None
+            for member in self._roster:
+                if member.peer.gone:
+                    continue
+                try:
+                    known.append(replace(member, peer=fresh.add_peer(member.peer.blob)))
+                except HandshakeError as error:
+                    if member.rank in self._driver.protocol.members:
+                        unreached = (member, error)
+            if unreached is None:
+                return known
+            member, refusal = unreached
+            await self._look_for(member.rank)  # it may be dead, and nobody has noticed
+            if self._roster.get(member.rank) is member and not member.peer.gone:
+                raise refusal
+
+    async def _look_for(self, rank: int) -> None:
+        """Ask a member, by the agent that still knows it, and wait a little for an answer or a proof."""
+        driver = self._driver
+        driver.feed(events.Suspect(rank))
+        with self.current.serving(), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MEET_SECONDS):
+                await driver.until(lambda: rank not in driver.protocol.suspects)
 
     def _make(self, identity: Identity, *, bare: bool) -> Endpoint:
         name = f"{identity.group}/{identity.rank}.{identity.incarnation:x}-{secrets.token_hex(4)}"

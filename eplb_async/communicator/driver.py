@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.chatter import Chatter
-from eplb_async.communicator.members import Identity, Roster, start_of
+from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
@@ -70,6 +70,10 @@ class Driver:
         self.dropped: Counter[str] = Counter()
         self.endpoint: Endpoint | None = None
         self.on_introduction: Callable[[messages.Hello | messages.Introduce], object] = lambda _: None
+        self.on_installed: Callable[[frozenset[int]], object] = lambda _: None
+        self.has_met: Callable[[Member], bool] = lambda _: True
+        self.opened = False
+        self.returning = False
         self._engine = engine
         self._codec = Codec(key, ep_size=identity.ep_size, num_layers=num_layers)
         self.protocol = Protocol(
@@ -116,7 +120,20 @@ class Driver:
             self.degraded[member.rank] = _DISCONNECTED
             _log.warning("rank %d (%s) disconnected; its process died or closed", member.rank, agent)
             # Not from within a send of the protocol's own commands.
-            self._engine.loop.call_soon(self.gone, member.rank, Proof.DISCONNECTED)
+            self._engine.loop.call_soon(self.lost, agent)
+
+    def lost(self, agent: str) -> None:
+        """An agent that is gone: proof, if it is its rank's current one and we have met it."""
+        member = self.roster.by_agent(agent)
+        # While opening, an introduction may be left from an earlier run: nobody is gone whom we have not met.
+        if member is not None and (self.opened or self.has_met(member)):
+            self.gone(member.rank, Proof.DISCONNECTED)
+
+    def found_running(self) -> None:
+        """While this rank opens, a peer says that its group runs already: it is to come back (rule 12)."""
+        if not self.opened and not self.returning:
+            self.returning = True
+            self.feed(events.Returning())
 
     def gone(self, rank: int, proof: Proof) -> None:
         """A rank is gone, with proof."""
@@ -211,6 +228,7 @@ class Driver:
                     )
             case events.Installed(term, members):
                 _log.info("view %d: members %s", term, sorted(members))
+                self.on_installed(members)
             case events.Fenced(reason):
                 self._end_for_good(f"fenced: {reason}")
             case events.Closed():

@@ -66,6 +66,10 @@ class AsyncEplbCommunicator:
     ) -> Opening[AsyncEplbCommunicator]:
         """Open this rank: register the weights, and exchange introductions with every peer concurrently.
 
+        A rank that starts again calls this again, at the same rendezvous. Where the others go on without it, it
+        waits until they have called :meth:`reconnect`, and takes over their placement; of ``placement`` its own
+        slots count then, -1 for those that hold nothing.
+
         Cancelled or timed out: everything native is given back in the background; open again to retry.
 
         Args:
@@ -89,7 +93,8 @@ class AsyncEplbCommunicator:
         Raises:
             PlacementError: The placement is not one of ``ep_size`` ranks.
             WeightsError: A tensor cannot be moved, or staging is too small; nothing native was touched.
-            HandshakeError: Peers are missing or refused; lists each and why.
+            HandshakeError: Peers are missing or refused, or the group runs and does not have this rank back; lists
+                each and why.
         """
         chosen = settings or Settings.from_env()
 
@@ -288,6 +293,31 @@ class AsyncEplbCommunicator:
             self._session.exclude(rank)
 
         await self._engine.run(call)
+
+    async def reconnect(self, rank: int, *, timeout: float | None = None) -> None:
+        """Have a rank back whose process started again and calls ``open``; every rank of the view calls this.
+
+        It waits until the view has that rank again; then ``migrate`` works with all. The rank must be out of the
+        view, as after its death or :meth:`exclude`. :attr:`placement` then says what its slots hold: what it said
+        in ``open``, or nothing where the weights have changed version since.
+
+        Cancelled, timed out or failed: this rank is as before, and it can be called again. The rank that opens is
+        let in when all ranks have called it and not before.
+
+        Args:
+            rank: The rank that started again.
+            timeout: Seconds; default ``settings.peer_timeout``.
+
+        Raises:
+            ValueError: It is this rank, no rank of the group, or a member that is not known gone.
+            HandshakeError: It was not met, or not let in, in time; says what was waited for.
+            CommunicatorBusy: A migration or another reconnect is running.
+            CommunicatorClosed: It is closed, or was fenced by the others.
+        """
+        session = self._session
+        limit = seconds(timeout, session.settings.peer_timeout)
+        with self._doing("reconnect"):
+            await self._engine.run(lambda: session.reconnect(rank, limit))
 
     @property
     def placement(self) -> Placement:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.core import messages
 from eplb_async.core.layout import Layout, compare
+from eplb_async.core.placement import Placement
 from eplb_async.core.text import one_line
 from eplb_async.core.wire import MAX_BLOB
 from eplb_async.errors import CommunicatorBusy, HandshakeError
@@ -34,6 +36,7 @@ class Introducer:
         placement_digest: Digest of the placement this rank was opened with.
         key: The job's key.
         settings: Limits.
+        current: What is true now: placement, and version of the weights.
     """
 
     def __init__(
@@ -44,17 +47,20 @@ class Introducer:
         placement_digest: bytes,
         key: bytes,
         settings: Settings,
+        current: Callable[[], tuple[Placement, int]],
     ) -> None:
         self._driver = driver
         self._roster = roster
         self._placement_digest = placement_digest
         self._key = key
         self._settings = settings
+        self._current = current
         self._heard: dict[int, int] = {}
         self._arrived = asyncio.Event()
         self._announced: messages.Introduce | None = None
         self.layout = layout
         driver.on_introduction = self._on_message
+        driver.has_met = self.has_met
 
     def introduction(self, me: Identity, endpoint: Endpoint) -> messages.Introduce:
         """The message that introduces an incarnation of this rank to members.
@@ -62,13 +68,19 @@ class Introducer:
         Raises:
             HandshakeError: This rank has more to say of itself than a message holds.
         """
-        blob = self.blob(endpoint, me)
+        blob = self.blob(endpoint, me, placed=False)
         if len(blob) > MAX_BLOB:
             raise HandshakeError(f"this rank's introduction has {len(blob)} bytes; a message holds {MAX_BLOB}")
         return messages.Introduce(blob=blob)
 
-    def blob(self, endpoint: Endpoint, me: Identity) -> bytes:
-        """This rank's sealed introduction."""
+    def blob(self, endpoint: Endpoint, me: Identity, *, placed: bool = True) -> bytes:
+        """This rank's sealed introduction, with what its slots hold unless who gets it knows that.
+
+        In a group that runs it has the whole placement, for a rank that comes back.
+        """
+        placement, version = self._current()
+        term = self._driver.protocol.term
+        ids = placement.physical_to_logical_map if term else placement.local(me.rank)
         return seal(
             Introduction(
                 group=me.group,
@@ -80,9 +92,38 @@ class Introducer:
                 metadata=endpoint.metadata(),
                 layout=self.layout.to_plain(),
                 placement_digest=self._placement_digest,
+                term=term,
+                version=version,
+                num_logical=placement.num_logical,
+                slots=ids.astype("<i4").tobytes() if placed else b"",
             ),
             self._key,
         )
+
+    def check(self, rank: int, blob: bytes, *, newer_than: int = -1) -> Introduction:
+        """Check a rank's blob.
+
+        Args:
+            rank: Rank that it must name.
+            blob: Its sealed introduction.
+            newer_than: Incarnation that it must exceed.
+
+        Raises:
+            HandshakeError: It is bad; says how.
+        """
+        me = self._driver.identity
+        try:
+            return open_sealed(
+                blob,
+                self._key,
+                limit=self._settings.max_blob_bytes,
+                group=me.group,
+                rank=rank,
+                ep_size=me.ep_size,
+                newer_than=newer_than,
+            )
+        except BlobError as error:
+            raise HandshakeError(f"rank {rank}: {error}") from error
 
     def admit(
         self, rank: int, blob: bytes, endpoint: Endpoint, *, newer_than: int = -1, incarnation: int | None = None
@@ -99,20 +140,9 @@ class Introducer:
         Raises:
             HandshakeError: The blob is bad, or the rank's layout or placement is not ours; says how.
         """
-        me = self._driver.identity
+        intro = self.check(rank, blob, newer_than=newer_than)
         try:
-            intro = open_sealed(
-                blob,
-                self._key,
-                limit=self._settings.max_blob_bytes,
-                group=me.group,
-                rank=rank,
-                ep_size=me.ep_size,
-                newer_than=newer_than,
-            )
             layout = Layout.from_plain(intro.layout)
-        except BlobError as error:
-            raise HandshakeError(f"rank {rank}: {error}") from error
         except ValueError as error:
             raise HandshakeError(f"rank {rank}: its layout is refused: {error}") from error
         if incarnation is not None and intro.incarnation != incarnation:
@@ -120,7 +150,8 @@ class Introducer:
         if differences := compare(self.layout, layout):
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
             raise HandshakeError(f"rank {rank} has another layout: {'; '.join(differences[:_SHOWN])}{more}")
-        if intro.placement_digest != self._placement_digest and newer_than < 0:
+        opens = newer_than < 0 and intro.term == 0  # else the placement has changed since, or is taken over
+        if intro.placement_digest != self._placement_digest and opens:
             raise HandshakeError(f"rank {rank} was opened with another placement, ep_size or number of experts")
         peer = endpoint.add_peer(intro.metadata)
         if peer.name != intro.agent:
@@ -137,12 +168,12 @@ class Introducer:
 
     async def meet(self, member: Member) -> None:
         """Say Hello, and wait until the rank has said it to this incarnation of ours."""
-        self._driver.send(member.rank, messages.Hello())
+        self._driver.send(member.rank, self._hello())
         await self.met(member)
 
     async def met(self, member: Member) -> None:
         """Wait until the rank has said Hello to this incarnation of ours."""
-        while not self._has_met(member):
+        while not self.has_met(member):
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -163,9 +194,10 @@ class Introducer:
             pass
         finally:
             self._announced = None
-        return [member.rank for member in members if not self._has_met(member)]
+        return [member.rank for member in members if not self.has_met(member)]
 
-    def _has_met(self, member: Member) -> bool:
+    def has_met(self, member: Member) -> bool:
+        """Whether the rank has said Hello to this incarnation of ours."""
         return start_of(self._heard.get(member.rank, 0)) == start_of(member.incarnation)
 
     def _on_message(self, message: messages.Hello | messages.Introduce) -> None:
@@ -175,6 +207,12 @@ class Introducer:
         if message.receiver_incarnation == self._driver.identity.incarnation:
             self._heard[message.sender] = message.sender_incarnation
             self._arrived.set()
+            self._driver.note()
+            if message.term:
+                self._driver.found_running()
+
+    def _hello(self) -> messages.Hello:
+        return messages.Hello(term=self._driver.protocol.term)
 
     def _on_introduce(self, message: messages.Introduce) -> None:
         """A member recycled its agent: take the new one, and say so."""
@@ -197,6 +235,6 @@ class Introducer:
                 if refused & (refused - 1) == 0:  # the 1st, 2nd, 4th, …: who sends many does not fill the log
                     _log.warning("introduction refused: %s (%d so far)", one_line(str(error)), refused)
                 return
-            if self._announced is not None and not self._has_met(known):
+            if self._announced is not None and not self.has_met(known):
                 self._driver.send(message.sender, self._announced)
-        self._driver.send(message.sender, messages.Hello())
+        self._driver.send(message.sender, self._hello())

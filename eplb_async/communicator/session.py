@@ -15,12 +15,15 @@ import torch
 from eplb_async.communicator.agents import Agents
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.driver import Driver
+from eplb_async.communicator.entrance import Entrance
 from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.job import LayerJob
 from eplb_async.communicator.loading import Loader
+from eplb_async.communicator.meetings import Meetings
 from eplb_async.communicator.members import Identity, Roster, memory_of
 from eplb_async.communicator.owner import Owner
+from eplb_async.communicator.reconnect import Reconnector
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.watchdog import Watchdog
 from eplb_async.core import events, messages
@@ -38,7 +41,7 @@ from eplb_async.errors import (
     describe,
 )
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
-from eplb_async.rendezvous import Rendezvous, exchange
+from eplb_async.rendezvous import Rendezvous
 from eplb_async.settings import Settings
 from eplb_async.weights import Copier, Digester, ExpertWeights, Staging, make_buffers, pack
 
@@ -92,7 +95,15 @@ class Session:
             num_layers=placement.num_layers,
         )
         self.driver.on_standing = Watchdog(engine.loop, settings.watchdog_fraction, self.health).note
-        self._introducer = Introducer(self.driver, self._roster, weights.layout, placement.digest(), key, settings)
+        self._introducer = Introducer(
+            self.driver,
+            self._roster,
+            weights.layout,
+            placement.digest(),
+            key,
+            settings,
+            current=lambda: (self.placement, self.version),
+        )
         self._given_staging = staging
         self._staging = Staging(self.make_staging())
         self._agents = Agents(
@@ -116,6 +127,15 @@ class Session:
             digester=Digester(engine) if settings.verify == "full" else None,
         )
         self.owner.write_entries()
+        self._meetings = Meetings(self.driver, self._introducer, engine=engine, endpoint=lambda: self.endpoint)
+        self._reconnector = Reconnector(
+            self.driver,
+            self._introducer,
+            self._meetings,
+            engine=engine,
+            current=lambda: (self.placement, self.version),
+            adopt=self._adopt,
+        )
 
     @property
     def endpoint(self) -> Endpoint:
@@ -134,28 +154,24 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------- open
     async def introduce(self, rendezvous: Rendezvous, timeout: float, executor: Executor | None) -> None:
-        """Exchange introductions with all peers; each has ``timeout`` seconds.
+        """Exchange introductions with all peers, or come back into a group that runs; each has ``timeout`` seconds.
 
         Raises:
             HandshakeError: Lists every peer that failed and why.
         """
         me = self.driver.identity
         await self._copier.fence()
-
-        async def meet(rank: int, blob: bytes) -> None:
-            await self._introducer.meet(self._introducer.admit(rank, blob, self.endpoint))
-
+        self._meetings.rendezvous, self._meetings.executor = rendezvous, executor
+        entrance = Entrance(
+            self.driver,
+            self._introducer,
+            self._meetings,
+            engine=self._engine,
+            current=lambda: (self.placement, self.version),
+            adopt=self._adopt,
+        )
         with self.endpoint.serving():
-            self.met_seconds = await exchange(
-                rendezvous,
-                group=me.group,
-                rank=me.rank,
-                ep_size=me.ep_size,
-                sealed=self._introducer.blob(self.endpoint, me),
-                deadline_per_peer=timeout,
-                on_peer=meet,
-                executor=executor,
-            )
+            self.met_seconds = await entrance.enter(timeout)
         slowest = max(self.met_seconds.items(), key=lambda met: met[1], default=None)
         if slowest is not None:
             _log.info("rank %d met %d peers; slowest was rank %d, %.3f s", me.rank, len(self.met_seconds), *slowest)
@@ -229,9 +245,14 @@ class Session:
     def exclude(self, rank: int) -> None:
         """The caller says that a rank is dead."""
         self._check_open()
-        if type(rank) is not int or not 0 <= rank < self.driver.identity.ep_size or rank == self.driver.identity.rank:
-            raise ValueError(f"rank {rank!r} is not another rank of this group of {self.driver.identity.ep_size}")
+        self._check_other(rank)
         self.driver.gone(rank, Proof.EXCLUDED)
+
+    async def reconnect(self, rank: int, timeout: float) -> None:
+        """Have a rank that started again back; see ``AsyncEplbCommunicator.reconnect``."""
+        self._check_open()
+        self._check_other(rank)
+        await self._reconnector.reconnect(rank, timeout, self.settled)
 
     def health(self) -> Health:
         """What is going on; reads only, so any thread may call it."""
@@ -302,19 +323,35 @@ class Session:
     # -------------------------------------------------------------------------------------------- within
     def _plan(self, new: Placement) -> MigrationPlan:
         members = self.driver.protocol.members
-        nodes = {m.rank: m.node for m in self._roster} | {self.driver.identity.rank: self.driver.identity.node}
+        nodes = self._nodes()
         labels = [nodes.get(rank, "") for rank in range(self.driver.identity.ep_size)]
         return plan(self.placement, new, nodes=labels, members=members, load_lost=True)
+
+    def _nodes(self) -> dict[int, str]:
+        """Host label of each member; of others not all ranks need know one."""
+        me, members = self.driver.identity, self.driver.protocol.members
+        return {m.rank: m.node for m in self._roster if m.rank in members} | {me.rank: me.node}
+
+    def _adopt(self, placement: Placement, version: int) -> None:
+        """A rank came back, or this one did: where the experts are now."""
+        rank = self.driver.identity.rank
+        for layer, experts in enumerate(placement.local(rank).tolist()):
+            if version != self.version or experts != self.placement.local(rank)[layer].tolist():
+                self.weights.write_entries(layer, experts, version)
+        self.placement, self.version = placement, version
+
+    def _check_other(self, rank: int) -> None:
+        me = self.driver.identity
+        if type(rank) is not int or not 0 <= rank < me.ep_size or rank == me.rank:
+            raise ValueError(f"rank {rank!r} is not another rank of this group of {me.ep_size}")
 
     def _digests(self, wanted: MigrationPlan, *, refuses: bool) -> messages.Digests:
         """Digests of JOIN; a rank that cannot load what is lost joins with one that no other rank has.
 
         So all ranks learn that it refuses, however late they join, and no READ is posted.
         """
-        nodes = sorted((m.rank, m.node) for m in self._roster)
-        nodes.append((self.driver.identity.rank, self.driver.identity.node))
         refuser = self.driver.identity.rank if refuses else -1
-        rest = (PLAN_VERSION, wanted.members, sorted(nodes), self.settings.verify, refuser)
+        rest = (PLAN_VERSION, wanted.members, sorted(self._nodes().items()), self.settings.verify, refuser)
         digest = hashlib.blake2b(repr(rest).encode(), digest_size=16 - messages.VERSION_BYTES).digest()
         return (wanted.old.digest(), wanted.new.digest(), digest + self.version.to_bytes(messages.VERSION_BYTES))
 

@@ -80,6 +80,26 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspect:
+    """The caller takes ``rank`` for gone: look for a proof."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The caller wants ``rank`` back, and this rank has met that start of it; 0 takes that back (rule 12)."""
+
+    rank: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """This rank opens into a group that runs: until a view has it, it only answers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The caller closes this rank. ``Closed`` follows when the others go on without it."""
 
@@ -89,7 +109,7 @@ class Tick:
     """``next_wakeup`` has come."""
 
 
-Event = Migrate | Received | Staged | GiveUp | Gone | Close | Tick
+Event = Migrate | Received | Staged | GiveUp | Gone | Suspect | Met | Returning | Close | Tick
 
 # -------------------------------------------------------------------------------------------------- commands
 

@@ -1,14 +1,16 @@
-"""A rank as a member of views: who is gone, how the next view comes about (rules 6-8, 10 of ``protocol``)."""
+"""A rank as a member of views: who is gone, who is back, how the next view comes about (rules 6-8, 10, 12)."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from eplb_async.core import events, messages
 from eplb_async.core.coordinator import Coordinator
 from eplb_async.core.events import Command, Phase
 from eplb_async.core.messages import Message
 from eplb_async.core.participant import Participant
+from eplb_async.core.returns import Returns
 from eplb_async.core.views import Change, Contradiction, Ignored, Superseded, View, bit, clip, each, names
 
 
@@ -19,7 +21,19 @@ class Member:
         dropped: Messages that moved nothing, counted by why.
     """
 
-    __slots__ = ("_change", "_lead", "_out", "_over", "_part", "_view", "dropped", "num_layers", "rank")
+    __slots__ = (
+        "_change",
+        "_install_message",
+        "_lead",
+        "_out",
+        "_over",
+        "_part",
+        "_returns",
+        "_view",
+        "dropped",
+        "num_layers",
+        "rank",
+    )
 
     def __init__(self, *, rank: int, ep_size: int, num_layers: int, majority_rule: bool) -> None:
         if not 0 <= rank < ep_size or num_layers < 1:
@@ -29,8 +43,10 @@ class Member:
         self.dropped: Counter[str] = Counter()
         self._view = View(rank, ep_size, majority_rule, members=(1 << ep_size) - 1)
         self._part = Participant(num_layers)
+        self._returns = Returns()
         self._lead = self._books({}) if rank == 0 else None
         self._change: Change | None = None
+        self._install_message: messages.Install | None = None
         self._over: Phase | None = None
         self._out: list[Command] = []
 
@@ -82,13 +98,15 @@ class Member:
                 self._send(view.opener, messages.Term(term=view.promised, sender=self.rank))
         self._try_view()
 
-    def _fence(self, rank: int) -> None:
-        """Tells a rank that is no member so."""
+    def _tell_view(self, rank: int) -> None:
+        """Tells a rank which view there is: one that is no member is fenced by it, one that has missed it is in."""
         view = self._view
         if view.settled and rank != self.rank:
             self._send(
                 rank,
-                messages.Install(
+                self._install_message
+                if view.members & bit(rank) and self._install_message is not None
+                else messages.Install(
                     term=view.installed,
                     sender=self.rank,
                     members=view.members,
@@ -110,7 +128,7 @@ class Member:
             at=part.at if here else part.last_at,
             highest_epoch=part.epoch,
             gone=view.gone,
-            declared=view.declared,
+            declared=view.declared & view.members,
             leaving=view.leaving,
             installed_term=view.installed,
             members=view.members,
@@ -120,25 +138,37 @@ class Member:
     def _try_view(self) -> None:
         """Opens a term if one is due and it is this rank's to open; goes on with the one that is open."""
         view = self._view
-        if self._over or not view.broken or view.opener != self.rank or not view.majority():
+        if self._over or view.defers or view.opener != self.rank or not view.majority():
             return
         if self._change is not None and self._change.term == view.promised and not view.settled:
             self._try_install(self._change)
             return
+        if not view.broken and not (view.settled and self._returns.ready(view)):
+            return
         view.promised = view.next_term()
         self._change = change = Change(view.promised)
         change.add(self._state())
-        for rank in each(view.remaining & ~bit(self.rank)):
-            self._send(
-                rank,
-                messages.View(term=view.promised, sender=self.rank, gone=view.gone, declared=view.declared),
-            )
+        self._say_view(view.remaining)
         self._try_install(change)
+
+    def _say_view(self, ranks: int) -> None:
+        """Asks these for their STATE."""
+        view = self._view
+        message = messages.View(
+            term=view.promised,
+            sender=self.rank,
+            gone=view.gone & view.members,
+            declared=view.declared & view.members,
+            installed_term=view.installed,
+            members=view.members,
+        )
+        for rank in each(ranks & ~bit(self.rank)):
+            self._send(rank, message)
 
     def _try_install(self, change: Change) -> None:
         view = self._view
         try:
-            decision = change.decide(view)
+            decision = change.decide(view, self._returns.ready(view))
         except Superseded:
             self._shut(Phase.FENCED, "a newer view without this rank exists")
             return
@@ -155,8 +185,9 @@ class Member:
             next_epoch=decision.highest_epoch + 1,
         )
         self._install(install, decision.attempts)
-        for rank in each(old & ~bit(self.rank)):  # those who are out too: rule 8
+        for rank in each((old | decision.base | decision.members) & ~bit(self.rank)):  # who is out too: rule 8
             self._send(rank, install)
+        self._say_met()
 
     def _install(self, message: messages.Install, attempts: dict[int, int]) -> None:
         """The next view. All commit the last epoch exactly up to what it says (I-7, I-19)."""
@@ -169,8 +200,9 @@ class Member:
                 self._out += part.commit(message.upto, message.at)
             elif part.committed and is_member:
                 raise Contradiction("the view ends another epoch than the one that has commits here")
-        without = names(view.members & ~message.members)
-        reason = f"the view changed: {names(message.members)} go on without {without}"
+        without, back = view.members & ~message.members, message.members & ~view.members
+        reason = f"the view changed: {names(message.members)} go on"
+        reason += f" without {names(without)}" if without else f" with {names(back)} back" if back else " as they were"
         if not is_member:
             phase = Phase.CLOSED if leaves else Phase.FENCED
             self._shut(phase, f"{reason} (term {message.term}, said rank {message.sender})")
@@ -178,10 +210,9 @@ class Member:
         # An epoch that any member of the new view has begun ends; one that none has may be made again by all.
         again = not part.begun and part.asked is None and not leaves and message.epoch <= part.last_epoch
         self._finish(-1, clip(reason), again=again)
-        view.leaving &= message.members
-        view.installed = view.promised = message.term
-        view.members = message.members
-        view.suspects &= message.members
+        view.install(message.term, message.members)
+        self._install_message = replace(message, sender=self.rank)
+        self._returns.installed(view.members)
         part.epoch = max(part.epoch, message.next_epoch - 1)
         self._change = None
         self._lead = None
@@ -192,16 +223,22 @@ class Member:
 
     def _on_view(self, message: messages.View) -> None:
         view, sender = self._view, message.sender
-        if not view.members & bit(sender):
-            self._fence(sender)
+        both = bit(sender) | bit(self.rank)
+        newer = message.installed_term > view.installed and message.members & both == both
+        if not view.members & bit(sender) and not newer:
+            self._tell_view(sender)
             raise Ignored("foreign")
-        if view.gone & bit(sender):  # it can never agree; answering would only set two openers against each other
+        # It can never agree; answering would only set two openers against each other.
+        if view.gone & view.members & bit(sender):
             raise Ignored("gone")
         if message.term <= view.promised:
             if message.term < view.promised:
                 self._send(sender, messages.Term(term=view.promised, sender=self.rank))
+            elif not view.settled and sender == view.owner:
+                self._send(sender, self._state())  # asked again: the answer may be lost
             raise Ignored("stale")
         view.promised = message.term
+        view.behind = newer
         self._change = None
         view.declare(message.declared)
         view.suspect(message.gone)
@@ -231,10 +268,54 @@ class Member:
 
     def _on_install(self, message: messages.Install) -> None:
         view = self._view
-        if message.term <= view.installed or (message.term < view.promised and message.members & bit(self.rank)):
+        waits = view.outside or bool(message.members & bit(self.rank))  # for the view that was promised
+        if message.term <= view.installed or (message.term < view.promised and waits):
             raise Ignored("stale")
+        was_outside, before = view.outside, view.members
         self._install(message, {})
+        if self._over:
+            return
+        if was_outside:  # it speaks in the view, so that all know that it is in
+            for rank in each(view.members & ~bit(self.rank)):
+                self._send(rank, messages.Pong(term=view.installed, sender=self.rank))
+        for rank in each(view.members & ~before):  # the opener may have died before it told who comes back
+            self._tell_view(rank)
+        self._say_met()
         self._try_view()
+
+    def _on_met(self, message: messages.Met) -> None:
+        if self._view.coordinator != self.rank:
+            raise Ignored("foreign")
+        if not self._returns.hear(message.sender, message.rank, message.start):
+            raise Ignored("duplicate")
+        self._try_view()
+
+    def _met(self, rank: int, start: int) -> None:
+        """Rule 12: whom this rank has met again, or waits for no more."""
+        view, returns = self._view, self._returns
+        if self._over or view.members & bit(rank) or returns.own.get(rank, 0) == start:
+            return
+        returns.want(rank, start)
+        if view.settled:
+            self._send(view.coordinator, self._met_message(rank, start))
+
+    def _say_met(self) -> None:
+        """Says again whom it has met: the coordinator may be new, or the message lost."""
+        view = self._view
+        if view.settled:
+            for rank, start in tuple(self._returns.own.items()):
+                self._send(view.coordinator, self._met_message(rank, start))
+
+    def _met_message(self, rank: int, start: int) -> messages.Met:
+        return messages.Met(term=self._view.installed, sender=self.rank, rank=rank, start=start)
+
+    def _heard_of(self, message: Message) -> None:
+        """A member speaks: in this view, or before it has heard of it."""
+        view = self._view
+        if message.term >= view.installed:
+            view.arriving &= ~bit(message.sender)
+        elif view.members & bit(message.sender) and isinstance(message, messages.Ping | messages.Pong):
+            self._tell_view(message.sender)
 
     @property
     def _waits(self) -> bool:
@@ -242,8 +323,9 @@ class Member:
         view = self._view
         if self._over:
             return False
-        due = self._part.active or not view.settled or bool(view.leaving & bit(self.rank))
-        return due or bool(view.suspects & view.remaining) or bool(view.broken and view.majority())
+        due = self._part.active or not view.settled or bool(view.leaving & bit(self.rank)) or bool(self._returns.own)
+        looks = bool((view.suspects | view.arriving) & view.remaining)
+        return due or looks or bool(view.broken and view.majority())
 
     def _waited(self) -> int:
         """The ranks that a message is waited for from.
@@ -251,17 +333,19 @@ class Member:
         Other threads ask too (``health``): what can be replaced meanwhile is looked at once.
         """
         view, lead, change = self._view, self._lead, self._change
-        waited = view.suspects
+        waited, owner = view.suspects | view.arriving, 0
         if self._over or not self._waits:
             return 0
         if change is not None:
             waited |= change.missing(view)
         elif not view.settled and not (view.gone | bit(self.rank)) & bit(view.owner):
-            waited |= bit(view.owner)
+            owner = bit(view.owner)
         elif not view.settled or view.leaving & bit(self.rank) or (view.broken and view.majority()):
             waited |= view.staying & -view.staying
         elif self._part.active and lead is None:
             waited |= bit(view.coordinator)
         elif self._part.active and lead is not None:
             waited |= lead.missing
-        return waited & view.remaining & ~bit(self.rank)
+        elif self._returns.own:
+            waited |= bit(view.coordinator) if lead is None else self._returns.missing(view)
+        return ((waited & view.remaining) | owner) & ~bit(self.rank)

@@ -130,10 +130,14 @@ class View(Message):
     Attributes:
         gone: Ranks that the sender has proof are gone; the receiver needs its own proof.
         declared: Those of them that a caller excluded by word; the receiver takes that word.
+        installed_term: Term of the sender's view.
+        members: Members of the sender's view; a receiver that has not heard of that view finds itself here.
     """
 
     gone: int
     declared: int
+    installed_term: int = 0
+    members: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +184,19 @@ class Install(Message):
     upto: int
     at: Steps
     next_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met(Message):
+    """The sender's caller wants ``rank`` back, and the sender and that rank have met (rule 12).
+
+    Attributes:
+        rank: The rank that is to come back.
+        start: Its start that the sender has met; 0 takes an earlier word back.
+    """
+
+    rank: int
+    start: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

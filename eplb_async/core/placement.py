@@ -132,6 +132,24 @@ class Placement:
         mixed = np.concatenate([new.physical_to_logical_map[:upto], self.physical_to_logical_map[upto:]])
         return Placement(mixed, ep_size=self.ep_size, num_logical=self.num_logical)
 
+    def with_rank(self, rank: int, slots: Any) -> Placement:
+        """What is true once one rank holds other experts than this says.
+
+        Args:
+            rank: The rank.
+            slots: Logical expert in each of its slots, -1 for none: integers ``[num_layers, num_local_experts]``.
+
+        Raises:
+            PlacementError: The sizes do not fit, an id is out of range, or an expert is left without a copy.
+        """
+        own = np.asarray(slots)
+        if own.shape != self.local(rank).shape:
+            raise PlacementError(f"slots of rank {rank} have shape {own.shape}, not {self.local(rank).shape}")
+        mixed = self.physical_to_logical_map.astype(np.int64)
+        n = self.num_local_experts
+        mixed[:, rank * n : (rank + 1) * n] = own
+        return Placement(mixed, ep_size=self.ep_size, num_logical=self.num_logical)
+
     def require_same_sizes(self, new: Placement) -> None:
         """Refuses a placement that cannot follow this one.
 

@@ -30,6 +30,13 @@ A member is gone:
     the next END or INSTALL that reaches it resolves that.
 10. Closing is LEAVE: it gives up, is announced, answers still, and ends with the view of those who stay.
 
+A rank is back:
+
+12. Who wants a rank back, and has met its new start, says so (MET), and says it again with its pings. When all
+    members have met the same start, and none is gone or leaves, the coordinator opens a term, and its INSTALL has
+    that rank in addition; one rank at a time. Until then the rank only answers. All members tell it of the view,
+    in case the opener died first, and no migration is begun before it has spoken in the view.
+
 Upheld here: I-6 (COMMIT before a row changes), I-7 (one end for all), I-8 (what is stale or impossible is
 counted and dropped), I-9 (every attempt ends idle or in doubt), I-10 (giving up always works), I-19 (nothing
 decided is undone).
@@ -119,6 +126,13 @@ class Protocol(Member):
                 self._give_up(reason)
             case events.Gone(rank, proof):
                 self._gone(rank, proof)
+            case events.Suspect(rank):
+                self._suspect(rank)
+            case events.Met(rank, start):
+                self._check_other(rank)
+                self._met(rank, start)
+            case events.Returning():
+                self._view.outside = self._view.installed == 0
             case events.Close():
                 self._close()
             case events.Tick():
@@ -190,7 +204,23 @@ class Protocol(Member):
     def view_changing(self) -> bool:
         """Whether a new view is under way, or due and possible: it would end a ``Migrate`` made now."""
         view = self._view
-        return not self._over and (not view.settled or bool(view.broken and view.majority()))
+        due = not view.settled or bool(view.broken and view.majority())
+        return not self._over and (due or bool(view.arriving & view.remaining))
+
+    @property
+    def arriving(self) -> frozenset[int]:
+        """Members that came back and have not spoken in the view yet."""
+        return frozenset(each(self._view.arriving))
+
+    @property
+    def suspects(self) -> frozenset[int]:
+        """Members that are pinged because somebody takes them for gone."""
+        return frozenset(each(self._view.suspects & self._view.remaining))
+
+    @property
+    def outside(self) -> bool:
+        """Whether this rank opens into a group that runs, and no view has it yet."""
+        return self._view.outside
 
     @property
     def has_majority(self) -> bool:
@@ -216,13 +246,16 @@ class Protocol(Member):
         """Everything that decides what happens next, as a value: equal states have equal snapshots."""
         change = self._change and self._change.freeze()
         lead = self._lead and self._lead.freeze()
-        return (self._over, self._view.freeze(), self._part.freeze(), lead, change, self._ping_at)
+        returns = self._returns.freeze()
+        told = (self._install_message, self._ping_at)
+        return (self._over, self._view.freeze(), self._part.freeze(), lead, change, returns, *told)
 
     def _migrate(self, digests: messages.Digests) -> None:
-        if self.phase is not Phase.IDLE or self._view.leaving & bit(self.rank):
+        if self.phase is not Phase.IDLE or self._view.leaving & bit(self.rank) or self._view.outside:
             raise ValueError(f"rank {self.rank} cannot migrate while {self.phase.value} or closing")
         part, view = self._part, self._view
         part.join()
+        self._returns.own.clear()  # who wants an epoch waits for nobody's return
         if view.settled:  # else the view that is under way ends this attempt: its digests are of the old one
             self._send(
                 view.coordinator,
@@ -278,6 +311,9 @@ class Protocol(Member):
         if self._over or view.leaving & bit(self.rank):
             return
         view.leaving |= bit(self.rank)
+        if view.outside:
+            self._shut(Phase.CLOSED, "this rank closes")
+            return
         self._give_up("this rank closes")
         for rank in each(view.remaining & ~bit(self.rank)):
             self._send(rank, messages.Leave(term=view.installed, sender=self.rank))
@@ -285,10 +321,10 @@ class Protocol(Member):
 
     def _gone(self, rank: int, proof: Proof) -> None:
         view = self._view
-        if not 0 <= rank < view.ep_size or rank == self.rank:
-            raise ValueError(f"rank {rank} cannot be gone for rank {self.rank} of {view.ep_size}")
+        self._check_other(rank)
         if self._over:
             return
+        self._met(rank, 0)
         known = (view.gone, view.declared, view.leaving)
         view.gone |= bit(rank)
         view.suspects &= ~bit(rank)
@@ -303,17 +339,38 @@ class Protocol(Member):
             self._give_up(f"no majority of {names(view.members)} remains; say which are dead with exclude()")
             self._doubt_without_majority()
 
+    def _suspect(self, rank: int) -> None:
+        view = self._view
+        self._check_other(rank)
+        if not self._over and view.remaining & bit(rank):
+            view.suspect(bit(rank))
+            self._send(rank, self._ping())
+
+    def _check_other(self, rank: int) -> None:
+        if not 0 <= rank < self._view.ep_size or rank == self.rank:
+            raise ValueError(f"rank {rank} cannot be gone or back for rank {self.rank} of {self._view.ep_size}")
+
+    def _ping(self) -> messages.Ping:
+        view = self._view
+        return messages.Ping(
+            term=view.installed,
+            sender=self.rank,
+            gone=view.gone & view.members,
+            declared=view.declared & view.members,
+        )
+
     def _tick(self) -> None:
         part, view = self._part, self._view
         if part.deadline is not None and self._now >= part.deadline:
             self._doubt(f"no END and no new view within {self.settle_timeout:g} s")
         if self._ping_at is not None and self._now >= self._ping_at and self._waits:
             self._ping_at = self._now + self.ping_interval
-            ping = messages.Ping(
-                term=view.installed, sender=self.rank, gone=view.gone & view.members, declared=view.declared
-            )
+            ping = self._ping()
             for rank in each(self._waited()):
                 self._send(rank, ping)
+            if self._change is not None:
+                self._say_view(self._change.missing(view))
+            self._say_met()
             if part.active and part.asked is not None and view.settled and self._lead is None:
                 self._ask_out(part.asked)  # asked again: the first, or its answer, may be lost
 
@@ -341,6 +398,8 @@ class Protocol(Member):
 
     def _receive(self, message: Message) -> None:
         sender, view = message.sender, self._view
+        if not self._over and 0 <= sender < view.ep_size:
+            self._heard_of(message)
         try:
             match message:
                 case _ if self._over:
@@ -361,7 +420,7 @@ class Protocol(Member):
                     raise Ignored("handshake")
                 case _ if not view.members & bit(sender):
                     if message.term < view.installed or isinstance(message, messages.Leave):
-                        self._fence(sender)
+                        self._tell_view(sender)
                     raise Ignored("foreign")
                 case messages.Leave():
                     view.leaving |= bit(sender)
@@ -375,6 +434,8 @@ class Protocol(Member):
                     raise Ignored("stale" if message.term < view.promised else "early")
                 case messages.Join() | messages.AbortRequest() | messages.Prepared():
                     self._on_bookkeeping(message)
+                case messages.Met():
+                    self._on_met(message)
                 case messages.Begin() | messages.Commit() | messages.End() if sender == view.coordinator:
                     self._on_decision(message)
                 case _:
@@ -388,6 +449,8 @@ class Protocol(Member):
         match message:
             case messages.Join():
                 epochs.append(message.last_epoch)
+            case messages.View():
+                terms.append(message.installed_term)
             case messages.State():
                 terms.append(message.installed_term)
                 epochs += (message.last_epoch, message.highest_epoch)
@@ -411,6 +474,7 @@ class Protocol(Member):
             raise Ignored("foreign")
         match message:
             case messages.Join():
+                self._returns.forget(message.sender)
                 sends = lead.join(message, self._part.epoch)
             case messages.AbortRequest():
                 sends = lead.abort(message)

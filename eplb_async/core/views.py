@@ -87,6 +87,12 @@ class View:
     leaving: int = 0
     suspects: int = 0
     """Ranks that others know gone: to be pinged, for a proof of our own."""
+    arriving: int = 0
+    """Members that came back with this view, or one before it, and have not spoken in it yet (rule 12)."""
+    outside: bool = False
+    """This rank opens into a group that runs, and no view has it yet."""
+    behind: bool = False
+    """The promised term was opened from a newer view than this rank's."""
 
     @property
     def coordinator(self) -> int:
@@ -97,6 +103,15 @@ class View:
     def settled(self) -> bool:
         """Whether no newer term is promised than the one installed."""
         return self.promised == self.installed
+
+    @property
+    def defers(self) -> bool:
+        """Whether the next term is not for this rank to open, even if it is the lowest that stays.
+
+        It is in no view yet, or who knows a newer view than this rank has opened one: two openers would outbid
+        each other.
+        """
+        return self.outside or (self.behind and not self.settled and not self.gone & bit(self.owner))
 
     def accepts(self, term: int) -> bool:
         """Whether something of this term may still be heard or said: the promise of rule 7."""
@@ -151,6 +166,22 @@ class View:
         self.gone |= ranks
         return bool(new)
 
+    def install(self, term: int, members: int) -> int:
+        """Takes the next view; returns who comes with it.
+
+        What was known of a rank is of its start in the view before: nothing of it holds for one that comes back.
+        """
+        stay, newcomers = self.members & members, members & ~self.members
+        self.gone &= stay
+        self.declared &= stay
+        self.leaving &= stay
+        self.suspects &= stay
+        self.arriving = (self.arriving & stay) | newcomers
+        self.installed = self.promised = term
+        self.members = members
+        self.outside = self.behind = False
+        return newcomers
+
     def suspect(self, ranks: int) -> None:
         """Others know these gone."""
         self.suspects |= ranks & ~bit(self.rank)
@@ -165,6 +196,9 @@ class View:
             self.declared,
             self.leaving,
             self.suspects,
+            self.arriving,
+            self.outside,
+            self.behind,
         )
 
 
@@ -173,6 +207,8 @@ class Decision:
     """What the opener of a term decides from the answers of all who remain."""
 
     members: int
+    base: int
+    """The newest view that anyone who answered is in."""
     epoch: int
     upto: int
     at: Steps
@@ -208,11 +244,15 @@ class Change:
         missing = remaining & ~self.answered
         if missing:
             return missing
-        disagree = (q for q in each(remaining) if (self.answers[q].gone ^ view.gone) & view.members)
+        disagree = (q for q in each(remaining) if _differ(self.answers[q], view))
         return sum(map(bit, disagree)) & ~bit(view.rank)
 
-    def decide(self, view: View) -> Decision | None:
+    def decide(self, view: View, newcomer: int = 0) -> Decision | None:
         """Decides the new view and where the last epoch ended in it.
+
+        Args:
+            view: The opener's.
+            newcomer: Who comes back, if nothing else changes.
 
         Returns:
             None while answers are missing, disagree on who is gone, or do not make a majority.
@@ -227,15 +267,18 @@ class Change:
         _, base = max((a.installed_term, a.members) for a in answers)
         if not base & bit(view.rank):
             raise Superseded
-        if any((a.gone ^ view.gone) & base for a in answers if a.sender != view.rank):
-            return None
-        if not view.majority(base):
+        # Who is only in a newer view than the opener's has not answered, and is left out: it can come again. No
+        # epoch of that view has begun, because the opener never joined one.
+        members = base & view.members
+        if any(_differ(a, view) & members for a in answers if a.sender != view.rank) or not view.majority(members):
             return None
         answers = [a for a in answers if base & bit(a.sender)]
         epoch = max(a.last_epoch for a in answers)
         concerned = [a for a in answers if a.last_epoch == epoch]
+        members &= view.staying
         return Decision(
-            members=view.staying & base,
+            members=members | newcomer if members == base == view.members else members,
+            base=base,
             epoch=epoch,
             upto=_last_committed(concerned),
             at=tuple(map(max, zip(*(a.at for a in concerned), strict=True))),
@@ -246,6 +289,11 @@ class Change:
     def freeze(self) -> Hashable:
         """Its state as a value."""
         return (self.term, tuple(sorted(self.answers.items(), key=lambda item: item[0])))
+
+
+def _differ(answer: State, view: View) -> int:
+    """Ranks that both count as members, and only one knows gone."""
+    return (answer.gone ^ view.gone) & answer.members & view.members
 
 
 def _last_committed(answers: list[State]) -> int:

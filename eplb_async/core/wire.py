@@ -212,6 +212,7 @@ _KINDS: tuple[type[Message], ...] = (
     messages.State,
     messages.Install,
     messages.Leave,
+    messages.Met,
 )
 """A kind's number on the wire is its index. Append only."""
 
@@ -234,7 +235,7 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
         messages.Commit: {"upto": upto, "at": steps},
         messages.AbortRequest: {"reason": text},
         messages.End: {"upto": upto, "at": steps, "origin": origin, "reason": text},
-        messages.View: {"gone": ranks, "declared": ranks},
+        messages.View: {"gone": ranks, "declared": ranks, "installed_term": counter, "members": ranks},
         messages.State: {
             "last_epoch": counter,
             "upto": upto,
@@ -249,6 +250,7 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
             "last_attempt": counter,
         },
         messages.Install: {"members": ranks, "upto": upto, "at": steps, "next_epoch": counter},
+        messages.Met: {"rank": _number(_U32, "rank", ep_size - 1), "start": counter},
     }
     return {make: (kind, list(bodies.get(make, {}).items())) for kind, make in enumerate(_KINDS)}
 

@@ -62,6 +62,12 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         layout: Where its rows are, as `Layout.to_plain` gives it; its numbers are checked by the caller.
         placement_digest: Digest of the placement it was opened with.
         node: Host label.
+        term: Term of its view; 0 while it opens.
+        version: Version of its weights.
+        num_logical: Logical experts per layer.
+        slots: Logical expert in each slot, little-endian int32 ``[num_layers, slots]``: in its own slots while it
+            opens, in those of all ranks above term 0. Opaque here, checked by the caller; empty where it does not
+            say.
     """
 
     group: str
@@ -73,6 +79,10 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layout: _Layout
     placement_digest: bytes
     node: str = ""
+    term: int = 0
+    version: int = 0
+    num_logical: int = 0
+    slots: bytes = b""
 
     def __repr__(self) -> str:
         return (
@@ -185,8 +195,9 @@ def _problems(intro: Introduction) -> Iterator[str]:
         yield f"ep_size {intro.ep_size}"
     if not 0 <= intro.rank < intro.ep_size:
         yield f"rank {intro.rank} of {intro.ep_size}"
-    if not 0 <= intro.incarnation < _SPACE:
-        yield f"incarnation {intro.incarnation}"
+    for what in ("incarnation", "term", "version", "num_logical"):
+        if not 0 <= getattr(intro, what) < _SPACE:
+            yield f"{what} {getattr(intro, what)}"
     if not intro.agent:
         yield "no agent name"
     for what in ("group", "agent", "node"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
 from typing import Any
 
@@ -39,6 +39,7 @@ async def exchange(
     deadline_per_peer: float,
     on_peer: OnPeer,
     executor: Executor | None = None,
+    peers: Collection[int] | None = None,
 ) -> dict[int, float]:
     """Publish our introduction and meet every peer, concurrently.
 
@@ -56,6 +57,7 @@ async def exchange(
             raises. It is called again for a peer only with other bytes; if it is running then, it is
             cancelled first.
         executor: Where to call the store; default a pool of our own, whose threads are never waited for.
+        peers: Whom to meet; default all others.
 
     Returns:
         For each peer the seconds until it was met.
@@ -73,7 +75,7 @@ async def exchange(
         slowest = max(_SLOWEST, ep_size**2 / 4 / _STORE_CALLS_PER_SECOND)
         meetings = [
             _Meeting(rendezvous, pool, peer, f"{group}/blob/{peer}", on_peer, slowest)
-            for peer in range(ep_size)
+            for peer in (range(ep_size) if peers is None else peers)
             if peer != rank
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -110,7 +112,7 @@ async def _publish(
                 else:
                     return
                 await asyncio.sleep(pause)
-                pause = min(_SLOWEST, 2 * pause)
+                pause = min(_SLOWEST_RECHECK, 2 * pause)  # a store that is gone may log every call
     except TimeoutError:
         raise HandshakeError(
             f"could not publish this rank's introduction at {rendezvous.url} in {timeout:g} s: "

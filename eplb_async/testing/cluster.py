@@ -72,6 +72,8 @@ class LocalCluster:
         self.rows = [PatternWeights(placement, rank, row_bytes) for rank in range(placement.ep_size)]
         self.comms: list[AsyncEplbCommunicator] = []
         self.dead: set[int] = set()
+        self._buried: list[AsyncEplbCommunicator] = []
+        self._row_bytes = row_bytes
         self._placement = placement
         self._settings = settings or Settings(secret=b"the cluster's secret")
 
@@ -87,7 +89,7 @@ class LocalCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(comm.aclose() for comm in self.comms))
+        await asyncio.gather(*(comm.aclose() for comm in (*self.comms, *self._buried)))
 
     async def migrate(
         self,
@@ -118,6 +120,35 @@ class LocalCluster:
         self.dead.add(rank)
         self.fabric.kill(f"default/{rank}.")
 
+    async def restart(self, rank: int, placement: Placement | None = None, *, timeout: float = 30.0) -> None:
+        """Have a rank that died or is over open again, with weights as a placement says.
+
+        Args:
+            rank: It.
+            placement: Where it says the experts are; default as at first.
+            timeout: Seconds for ``open``.
+        """
+        self.dead.discard(rank)
+        rows = PatternWeights(placement or self._placement, rank, self._row_bytes)
+        comm = await self._open(rank, rows, placement, timeout)
+        self._buried.append(self.comms[rank])
+        self.rows[rank], self.comms[rank] = rows, comm
+
+    async def reconnect(
+        self, rank: int, *, timeout: float = 30.0, ranks: Iterable[int] | None = None
+    ) -> list[Exception | None]:
+        """Have ranks, default all others, reconnect to one at once; a failure takes the place of its ``None``."""
+        chosen = [q for q in range(len(self.comms)) if q != rank and q not in self.dead] if ranks is None else ranks
+
+        async def one(other: int) -> Exception | None:
+            try:
+                await self.comms[other].reconnect(rank, timeout=timeout)
+            except Exception as error:
+                return error
+            return None
+
+        return list(await asyncio.gather(*map(one, chosen)))
+
     def stop(self, rank: int) -> None:
         """Have a rank stop, as SIGSTOP does to what it sends and serves."""
         self.fabric.stop(f"default/{rank}.")
@@ -126,15 +157,21 @@ class LocalCluster:
         """Have a stopped rank go on."""
         self.fabric.resume(f"default/{rank}.")
 
-    async def _open(self, rank: int) -> AsyncEplbCommunicator:
+    async def _open(
+        self,
+        rank: int,
+        rows: PatternWeights | None = None,
+        placement: Placement | None = None,
+        timeout: float = 30.0,
+    ) -> AsyncEplbCommunicator:
         return await AsyncEplbCommunicator.open(
             rank=rank,
             ep_size=self._placement.ep_size,
-            weights=self.rows[rank].layers,
-            placement=self._placement,
+            weights=(rows or self.rows[rank]).layers,
+            placement=placement or self._placement,
             rendezvous=self.rendezvous,
             settings=self._settings,
-            timeout=30.0,
+            timeout=timeout,
             engine=LoopEngine(asyncio.get_running_loop()),
             native=self.fabric.native,
         )

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -85,6 +85,7 @@ class RankProcesses:
         self._open_now = open_now
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
+        self._replaced: list[Any] = []
 
     def __enter__(self) -> RankProcesses:
         try:
@@ -104,19 +105,30 @@ class RankProcesses:
             if process.is_alive():
                 self.resume(rank)
             self._pipes[rank].close()
+        for process in self._replaced:
+            process.kill()
         deadline = time.monotonic() + 15
-        for process in self._processes.values():
+        for process in (*self._processes.values(), *self._replaced):
             process.join(max(0.1, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join(10)
 
-    def start(self, rank: int) -> None:
-        """Start a rank's process, also anew after it died."""
+    def start(self, rank: int, placement: Placement | None = None) -> None:
+        """Start a rank's process, also anew after it died, or was stopped for good.
+
+        Args:
+            rank: It.
+            placement: Where it says the experts are; default the spec's.
+        """
+        spec = self.spec if placement is None else replace(self.spec, placement=placement)
+        if rank in self._processes:
+            self._replaced.append(self._processes[rank])
+            self._pipes[rank].close()
         context: Any = multiprocessing.get_context(self.spec.method)
         context.set_forkserver_preload([__name__])
         ours, theirs = context.Pipe()
-        process = context.Process(target=_main, args=(rank, self.spec, theirs), daemon=True)
+        process = context.Process(target=_main, args=(rank, spec, theirs), daemon=True)
         process.start()
         theirs.close()
         self._processes[rank], self._pipes[rank] = process, ours
@@ -204,6 +216,15 @@ class _Rank:
             settings=Settings(**self.spec.settings),
             timeout=self.spec.timeout,
         )
+
+    async def reopen(self) -> None:
+        """Close, load again what the spec's placement says, and open again, in this process."""
+        await self.opened.aclose()
+        self.rows.fill(self.spec.placement)
+        await self.open()
+
+    async def reconnect(self, rank: int, timeout: float) -> None:
+        await self.opened.reconnect(rank, timeout=timeout)
 
     async def warm(self) -> None:
         """Import NIXL now, so that ``open`` does not."""

@@ -34,6 +34,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "epoch": counter,
     "attempt": counter,
     "sender": st.integers(0, RANKS - 1),
+    "rank": st.integers(0, RANKS - 1),
+    "start": counter,
     "sender_incarnation": incarnation,
     "receiver_incarnation": incarnation,
     "blob": st.binary(max_size=300),
