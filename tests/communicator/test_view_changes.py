@@ -48,7 +48,7 @@ def test_a_placement_that_needs_a_dead_rank_ends_and_says_why() -> None:
                 assert type(error) is MigrationAborted
                 assert "the view changed" in str(error)
                 assert isinstance(error.__cause__, PlacementError)
-                assert "rank 2 is not a member" in str(error.__cause__)
+                assert "ranks that are not members (members are ranks 0, 1): rank 2" in str(error.__cause__)
             reports = await cluster.migrate(WITHOUT_2, ranks=(0, 1))
             assert all(isinstance(report, MigrationReport) for report in reports), reports
 
