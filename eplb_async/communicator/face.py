@@ -173,13 +173,17 @@ class AsyncEplbCommunicator:
 
         Call it outside migrations; the bytes in the rows must be those of the current placement.
 
+        Cancelled: either nothing has changed, and ``migrate`` says to rebind, or it goes on in the background and the
+        next ``migrate`` waits for it. Calling it again is right in both cases.
+
         Raises:
             WeightsError: A tensor cannot be moved; nothing has changed then.
         """
         with self._doing("rebind"):
             await self._engine.run(self._session.settled)
             self._weights.rebind()  # the caller's callable runs on the caller's loop
-            await self._engine.run(self._session.rebind)
+            # From here on a cancel must not keep them from being registered: peers would read what was left.
+            await self._engine.run(self._session.rebind, detach=True)
 
     @contextlib.asynccontextmanager
     async def updating_weights(
@@ -283,6 +287,8 @@ class AsyncEplbCommunicator:
 
     async def exclude(self, rank: int) -> None:
         """Say that a rank is dead: the others go on without it, and it is fenced if it is not.
+
+        Cancelled: it may have been said or not; say it again.
 
         Raises:
             ValueError: It is this rank, or no rank of the group.

@@ -17,7 +17,7 @@ from eplb_async.core.layout import Layout, compare
 from eplb_async.core.placement import Placement
 from eplb_async.core.text import one_line
 from eplb_async.core.wire import MAX_BLOB
-from eplb_async.errors import CommunicatorBusy, HandshakeError
+from eplb_async.errors import HandshakeError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.rendezvous.blob import BlobError, Introduction, open_sealed, seal
 from eplb_async.settings import Settings
@@ -160,10 +160,7 @@ class Introducer:
         replaced = self._roster.put(member)
         self._driver.degraded.pop(rank, None)
         if replaced is not None and replaced.peer.name != peer.name:
-            try:
-                endpoint.remove_peer(replaced.peer)
-            except CommunicatorBusy:
-                _log.info("%r is kept until READs from it have ended", replaced.peer)
+            endpoint.retire_peer(replaced.peer)
         return member
 
     async def meet(self, member: Member) -> None:

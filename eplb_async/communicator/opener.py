@@ -16,7 +16,7 @@ from eplb_async.communicator.members import GENERATION_BITS, Identity
 from eplb_async.communicator.session import Session
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
-from eplb_async.errors import CommunicatorClosed, PlacementError, WeightsError
+from eplb_async.errors import CommunicatorClosed, HandshakeError, PlacementError, WeightsError
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.rendezvous import Rendezvous, join, resolve
 from eplb_async.settings import Settings
@@ -127,6 +127,8 @@ class Opener:
         return session, made.store
 
     def _resolve(self, made: _Made) -> Rendezvous:
+        if self.timeout <= 0:
+            raise HandshakeError(f"rank {self.rank} was given no time to meet its peers; give a timeout above 0")
         store = resolve(
             self.rendezvous,
             rank=self.rank,

@@ -130,10 +130,23 @@ class AsyncNixlAgent:
     async def register(self, memory: Any, name: str) -> Region:
         """Register a torch tensor or numpy array, by the rows along its first dimension.
 
+        Cancelled: it is not registered, or soon not any more.
+
         Raises:
             WeightsError: Rows are not dense, the memory overlaps a region in part, or the name is taken.
         """
-        return Region(self, await self._run(lambda endpoint: endpoint.register(memory, name)))
+        endpoint, made = self._endpoint, list[Rows]()
+
+        def take_back() -> None:
+            for rows in made if not endpoint.closed else ():
+                endpoint.deregister(rows)
+
+        try:
+            await self._run(lambda _: made.append(endpoint.register(memory, name)))
+        except asyncio.CancelledError:
+            self._undo(take_back)
+            raise
+        return Region(self, made[0])
 
     async def metadata(self) -> bytes:
         """NIXL's metadata, the named extents and a digest, for :meth:`add_peer` on other agents."""
@@ -215,12 +228,11 @@ class AsyncNixlAgent:
     async def serving(self) -> AsyncIterator[None]:
         """Make progress at an active pace while peers may read from us."""
         stack = contextlib.ExitStack()
-        await self._run(lambda endpoint: stack.enter_context(endpoint.serving()))
         try:
+            await self._run(lambda endpoint: stack.enter_context(endpoint.serving()))
             yield
         finally:
-            with contextlib.suppress(CommunicatorClosed):
-                self._engine.post(stack.close)
+            self._undo(stack.close)
 
     async def stats(self) -> EndpointStats:
         """Counters: READs in flight, quarantined bytes, polls, the longest native call."""
@@ -273,6 +285,11 @@ class AsyncNixlAgent:
             return use(self._endpoint)
 
         return await self._call(call)
+
+    def _undo(self, what: Callable[[], object]) -> None:
+        """Take something back, behind a call that may have done it although its awaiter was cancelled."""
+        with contextlib.suppress(CommunicatorClosed):
+            self._engine.post(what)
 
     async def _call(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         self._engine.check_process()

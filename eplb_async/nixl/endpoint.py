@@ -69,7 +69,10 @@ class Endpoint:
         self._on_notification = on_notification
         self.native = native(name, settings)
         engine.keep(self.native)
-        self._flights = Flights(self.native, engine.loop, on_end=on_end, on_lost=lambda peer: self.peers.lost(peer))
+        self._on_end = on_end
+        self._flights = Flights(
+            self.native, engine.loop, on_end=self._ended, on_lost=lambda peer: self.peers.lost(peer)
+        )
         self.leases = self._flights.leases
         self.peers = Peers(self.native, settings, is_read=self._flights.is_read, on_disconnect=on_disconnect)
         self._memory = Memory(self.native, self.leases)
@@ -104,6 +107,10 @@ class Endpoint:
     def remove_peer(self, peer: Peer) -> None:
         """Forget a peer; see :meth:`Peers.remove`."""
         self.peers.remove(peer)
+
+    def retire_peer(self, peer: Peer) -> None:
+        """Forget a peer now, or else when READs from it have ended."""
+        self.peers.retire(peer)
 
     def notify(self, peer: Peer, message: bytes) -> None:
         """Send a notification.
@@ -247,6 +254,11 @@ class Endpoint:
         if left:
             _log.warning("agent %s destroyed with %s", self.name, "; ".join(left))
         return left
+
+    def _ended(self) -> None:
+        if not self.closed:
+            self.peers.sweep()
+        self._on_end()
 
     def _lap(self) -> Progress:
         if self.closed:

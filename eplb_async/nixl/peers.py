@@ -60,6 +60,7 @@ class Peers:
         self._is_read = is_read
         self._on_disconnect = on_disconnect
         self._peers: dict[str, Peer] = {}
+        self._retired: list[Peer] = []
 
     def get(self, name: str) -> Peer | None:
         """The peer of that name, if it is loaded."""
@@ -102,6 +103,20 @@ class Peers:
         if self._peers.pop(peer.name, None) is not None:
             with contextlib.suppress(NixlTransferFailed):
                 self._native.remove_remote(peer.name)
+
+    def retire(self, peer: Peer) -> None:
+        """Forget a peer now, or else when READs from it have ended."""
+        self._retired.append(peer)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Forget retired peers whose READs have ended; called whenever one has."""
+        for peer in [peer for peer in self._retired if not self._is_read(peer.name)]:
+            self._retired.remove(peer)
+            self.remove(peer)
+
+    def __len__(self) -> int:
+        return len(self._peers)
 
     def lost(self, name: str) -> None:
         """NIXL says that the peer of that name is gone."""

@@ -100,6 +100,11 @@ class MemoryFabric:
         """READs posted so far."""
         return len(self.log)
 
+    @property
+    def open_registrations(self) -> int:
+        """Registrations made and not given back, of agents that live."""
+        return sum(agent.registrations for agent in self.agents.values())
+
     def now(self) -> float:
         """Seconds of the fabric's clock."""
         return self._clock() if self._clock else asyncio.get_running_loop().time()
@@ -233,6 +238,11 @@ class MemoryNative:
             self._registered[token] = block
             tokens.append(token)
         return tuple(tokens)
+
+    @property
+    def registrations(self) -> int:
+        """Registrations made and not given back; none after ``destroy``."""
+        return len(self._registered)
 
     def deregister(self, token: Any) -> None:
         """Deregister memory; a READ that may still write it is a violation (18)."""

@@ -9,7 +9,7 @@ import pytest
 
 from eplb_async.communicator import MigrationReport
 from eplb_async.core.placement import Placement
-from eplb_async.errors import CommunicatorClosed, EplbError
+from eplb_async.errors import CommunicatorClosed, EplbError, WeightsError
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, Life, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
@@ -159,5 +159,33 @@ def test_excluding_what_is_no_other_rank_is_refused_and_changes_nothing(rank: in
                 await cluster.comms[0].exclude(rank)
             reports = await cluster.migrate(NEW)
             assert all(isinstance(report, MigrationReport) for report in reports), reports
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(16))
+def test_a_cancelled_rebind_is_done_or_is_still_to_be_done(turns: int) -> None:
+    """Cut off after any turn: peers never read the memory that was left, or ``migrate`` says to ``rebind()``."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            left = [tensor.data for layer in cluster.rows[0].layers for tensor in layer]
+            for layer in cluster.rows[0].layers:
+                for tensor in layer:
+                    tensor.data = tensor.data.clone()
+            task = asyncio.ensure_future(cluster.comms[0].rebind())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            for memory in left:
+                memory.fill_(0x77)
+            results = await cluster.migrate(NEW, timeout=10.0)
+            if isinstance(results[0], WeightsError):
+                await cluster.comms[0].rebind()
+                results = await cluster.migrate(NEW, timeout=10.0)
+            assert all(isinstance(result, MigrationReport) for result in results), results
+            assert cluster.wrong_bytes() == 0
+            assert all((memory == 0x77).all() for memory in left)
 
     run(main())

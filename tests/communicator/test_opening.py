@@ -132,3 +132,44 @@ async def test_a_cancelled_host_gives_its_port_back() -> None:
                     if "rank 1" in str(error):
                         break  # it hosted again, and rank 1 is not there
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.asyncio
+async def test_a_rebind_cancelled_before_the_engine_begins_it_is_done_all_the_same(tmp_path: Path) -> None:
+    """The weights are taken anew on the user's loop: from then on no cancel may keep them from being registered."""
+    old, new = Placement([[0, 1]], ep_size=2), Placement([[1, 0]], ep_size=2)
+    fabric = MemoryFabric(clock=time.monotonic)
+    rows = [PatternWeights(old, rank, (1000,)) for rank in range(2)]
+    comms = await asyncio.gather(
+        *(
+            AsyncEplbCommunicator.open(
+                rank=rank,
+                ep_size=2,
+                weights=rows[rank].layers,
+                placement=old,
+                rendezvous=f"file://{tmp_path}/rendezvous",
+                settings=SETTINGS,
+                native=fabric.native,
+            )
+            for rank in range(2)
+        )
+    )
+    left = [tensor.data for tensor in rows[0].layers[0]]
+    for tensor in rows[0].layers[0]:
+        tensor.data = tensor.data.clone()
+    take = comms[0]._weights.rebind
+
+    def take_and_cancel() -> None:
+        take()
+        comms[0]._engine.post(lambda: time.sleep(0.2))  # what is posted meanwhile is found in one turn
+        asyncio.get_running_loop().call_soon(task.cancel)
+
+    comms[0]._weights.rebind = take_and_cancel  # type: ignore[method-assign]
+    task = asyncio.ensure_future(comms[0].rebind())
+    await asyncio.wait([task])
+    assert task.cancelled()
+    for memory in left:
+        memory.fill_(0x77)
+    await asyncio.gather(*(comm.migrate(new, timeout=20) for comm in comms))
+    assert [row.wrong_bytes(new) for row in rows] == [0, 0]
+    await asyncio.gather(*(comm.aclose() for comm in comms))

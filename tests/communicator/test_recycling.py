@@ -69,3 +69,25 @@ def test_a_cancel_during_recycling_does_not_leave_two_agents(turns: int) -> None
     run(main())
     assert not fabric.violations
     assert fabric.open_handles == 0
+
+
+def test_a_peer_that_recycled_is_forgotten_when_reads_from_its_old_agent_have_ended() -> None:
+    """Both quarantine a READ from the other, one recycles: the other forgets its old agent, but not before."""
+    fabric = MemoryFabric(FaultPlan().hold_read("default/", nth=None), latency=0.002)
+    old, new = Placement([[0, 1, 2, 3]], ep_size=2), Placement([[2, 1, 0, 3]], ep_size=2)
+
+    async def main() -> None:
+        async with LocalCluster(old, fabric=fabric, settings=Settings(secret=b"s" * 16)) as cluster:
+            await cluster.migrate(new, timeout=1.0)
+            reader, source = (comm._session for comm in cluster.comms)
+            assert reader.endpoint.transfers
+            await source._agents.recycle("for the test")
+            await asyncio.sleep(1.0)
+            assert not reader.endpoint.transfers
+            assert len(reader.endpoint.peers) == 1
+            fabric.faults = FaultPlan()
+            reports = await cluster.migrate(new, timeout=20.0)
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+
+    run(main())
+    assert not fabric.violations

@@ -684,6 +684,30 @@ async def refuses_regions_that_overlap_in_part(world: World) -> None:
 
 
 @case
+async def takes_back_what_a_cancelled_call_has_done(world: World) -> None:
+    """Cancelled after any turn: memory is not registered, and ``serving`` is not left on."""
+    array = np.zeros((4, 64), dtype=np.uint8)
+
+    async def serve(agent: AsyncNixlAgent) -> None:
+        async with agent.serving():
+            await asyncio.Event().wait()
+
+    async with world.open() as agent:
+        for turns in range(8):
+            for call in (agent.register(array, "array"), serve(agent)):
+                task = asyncio.ensure_future(call)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                registered = task.done()
+                task.cancel()
+                await asyncio.wait([task])
+                if registered:
+                    await task.result().deregister()
+            await (await agent.register(array, "array")).deregister()
+            assert agent._endpoint._served == 0
+
+
+@case
 async def opens_and_closes_often(world: World) -> None:
     """Twenty times open, register and close leave no task and no thread behind (C34)."""
     threads = threading.active_count()
