@@ -34,6 +34,7 @@ from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.communicator")
 _DISCONNECTED = "disconnected"
+_MAX_EARLY = 256
 _QUIET = (Phase.IDLE, Phase.CLOSED, Phase.FENCED)
 _LASTING = ("idle", "closed", "fenced")
 
@@ -74,6 +75,7 @@ class Driver:
         self.has_met: Callable[[Member], bool] = lambda _: True
         self.opened = False
         self.returning = False
+        self._early: list[messages.Message] = []
         self._engine = engine
         self._codec = Codec(key, ep_size=identity.ep_size, num_layers=num_layers)
         self.protocol = Protocol(
@@ -107,11 +109,35 @@ class Driver:
             self.dropped["another incarnation"] += 1
         elif isinstance(message, messages.Hello | messages.Introduce):
             self.on_introduction(message)
-        elif not self.roster.same_start(message.sender, message.sender_incarnation):
-            self.dropped["another incarnation"] += 1
+        elif self.opened or self.returning:
+            self._hear(message)
+        elif len(self._early) < _MAX_EARLY:
+            self._early.append(message)
         else:
+            self.dropped["early"] += 1
+
+    def start(self) -> None:
+        """This rank has met its peers: from now on it counts what they say, and what became of them.
+
+        Until then a peer may start again, as after a cancelled ``open``, and is nobody who is gone.
+        """
+        self.opened = True
+        self._hear_early()
+        for member in self.roster:
+            if member.peer.gone:
+                self.lost(member.peer.name)
+
+    def _hear_early(self) -> None:
+        early, self._early = self._early, []
+        for message in early:
+            self._hear(message)
+
+    def _hear(self, message: messages.Message) -> None:
+        if self.roster.same_start(message.sender, message.sender_incarnation):
             self._chatter.heard(message.sender)
             self.feed(events.Received(message))
+        else:
+            self.dropped["another incarnation"] += 1
 
     def disconnected(self, agent: str) -> None:
         """NIXL says that an agent is gone: proof, if it is its rank's current one."""
@@ -126,7 +152,7 @@ class Driver:
         """An agent that is gone: proof, if it is its rank's current one and we have met it."""
         member = self.roster.by_agent(agent)
         # While opening, an introduction may be left from an earlier run: nobody is gone whom we have not met.
-        if member is not None and (self.opened or self.has_met(member)):
+        if member is not None and (self.opened or (self.returning and self.has_met(member))):
             self.gone(member.rank, Proof.DISCONNECTED)
 
     def found_running(self) -> None:
@@ -134,6 +160,7 @@ class Driver:
         if not self.opened and not self.returning:
             self.returning = True
             self.feed(events.Returning())
+            self._hear_early()
 
     def gone(self, rank: int, proof: Proof) -> None:
         """A rank is gone, with proof."""

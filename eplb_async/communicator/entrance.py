@@ -74,7 +74,7 @@ class Entrance:
             if driver.returning:
                 entering.result()
             met = {} if driver.returning else meeting.result()
-            driver.opened = True
+            driver.start()
             return met
 
     async def _let_in(self) -> None:

@@ -48,6 +48,37 @@ def test_a_cancel_after_any_turn_leaves_no_agent(turns: int) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("turns", [*range(0, 30, 2), *range(30, 400, 20)])
+def test_a_rank_whose_open_was_cancelled_opens_again_while_the_others_wait(turns: int) -> None:
+    """They may have met the start that was cancelled: nobody is gone, and the group is whole."""
+    old, new = Placement([[0, 1, 2]], ep_size=3), Placement([[2, 0, 1]], ep_size=3)
+    fabric = MemoryFabric()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        cluster = LocalCluster(old, fabric=fabric)
+
+        def opened(rank: int) -> asyncio.Future[AsyncEplbCommunicator]:
+            return asyncio.ensure_future(cluster._open(rank))
+
+        first, cancelled = opened(0), opened(1)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0.1)
+        again, last = opened(1), opened(2)
+        comms = await asyncio.gather(first, again, last)
+        reports = await asyncio.gather(*(comm.migrate(new, timeout=5.0) for comm in comms))
+        assert [report.epoch for report in reports] == [1, 1, 1]
+        assert [comm.health().members for comm in comms] == [(0, 1, 2)] * 3
+        assert [comm.health().degraded for comm in comms] == [{}] * 3
+        await asyncio.gather(*(comm.aclose() for comm in comms))
+        assert loop.time() < 10
+
+    run(main())
+    assert not fabric.violations
+
+
 async def _open(
     rows: PatternWeights, rendezvous: object, engine: LoopEngine, fabric: MemoryFabric
 ) -> AsyncEplbCommunicator:
