@@ -206,12 +206,16 @@ class _Rank:
         assert self.comm is not None, "not opened"
         return self.comm
 
-    async def open(self) -> None:
+    async def open(self, placement: Placement | None = None) -> None:
+        """Open, or open anew with the weights of another placement."""
+        placement = self.spec.placement if placement is None else placement
+        if self.rows.wrong_bytes(placement):
+            self.rows.fill(placement)
         self.comm = await AsyncEplbCommunicator.open(
             rank=self.rank,
-            ep_size=self.spec.placement.ep_size,
+            ep_size=placement.ep_size,
             weights=self.rows.layers,
-            placement=self.spec.placement,
+            placement=placement,
             rendezvous=self.spec.rendezvous,
             settings=Settings(**self.spec.settings),
             timeout=self.spec.timeout,

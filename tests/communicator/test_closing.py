@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,110 @@ def test_closing_while_a_recycle_is_due_or_running_leaves_no_agent(delay: float)
 
     run(main())
     assert not fabric.violations
+
+
+async def _joined(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    return await _when(cluster, [0], lambda: cluster.comms[0].health().phase == "joined")
+
+
+async def _reading(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    return await _when(cluster, [0, 1], lambda: cluster.comms[0].health().reads_in_flight > 0)
+
+
+async def _voted(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    cluster.fabric.faults = FaultPlan().hold_read("default/1.", nth=None)  # so its layers are never committed
+    return await _when(cluster, [0, 1], lambda: cluster.comms[0].health().prepared > 0)
+
+
+async def _committing(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    return await _when(cluster, [0, 1], lambda: cluster.comms[0].health().committed > 0)
+
+
+async def _settling(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    tasks = await _reading(cluster)
+    tasks[0].cancel()
+    return tasks
+
+
+async def _quarantined(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    cluster.fabric.faults = FaultPlan().hold_read("default/0.", nth=None)
+    return await _when(cluster, [0, 1], lambda: cluster.comms[0].health().quarantined_bytes > 0, timeout=0.5)
+
+
+async def _recycling(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    await asyncio.wait(await _quarantined(cluster))
+    return await _when(cluster, [0, 1], lambda: cluster.comms[0]._session._agents.retiring is not None)
+
+
+async def _rebinding(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    task = asyncio.ensure_future(cluster.comms[0].rebind())
+    while cluster.comms[0]._session._agents.retiring is None:
+        await asyncio.sleep(0)
+    return [task]
+
+
+async def _view_change(cluster: LocalCluster) -> list[asyncio.Future[Any]]:
+    tasks = await _reading(cluster)
+    cluster.kill(1)
+    await cluster.comms[0].exclude(1)
+    return tasks
+
+
+async def _when(
+    cluster: LocalCluster, ranks: list[int], condition: Callable[[], bool], timeout: float = 20.0
+) -> list[asyncio.Future[Any]]:
+    tasks = [asyncio.ensure_future(cluster.comms[rank].migrate(NEW, timeout=timeout)) for rank in ranks]
+    while not condition():
+        assert not all(task.done() for task in tasks), "it ended before"
+        await asyncio.sleep(0)
+    return tasks
+
+
+PHASES = [_joined, _reading, _voted, _committing, _settling, _quarantined, _recycling, _rebinding, _view_change]
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__.strip("_"))
+@pytest.mark.parametrize("timeout", [0.0, 0.02, None])
+@pytest.mark.parametrize("turns", [None, 0, 2, 30])
+def test_closing_in_any_phase(
+    phase: Callable[[LocalCluster], Awaitable[list[asyncio.Future[Any]]]], timeout: float | None, turns: int | None
+) -> None:
+    """I-4, C7: bounded, also when the first call is cancelled and a second one waits; nothing native is left."""
+    fabric = MemoryFabric(latency=0.002, needs_target_progress=True)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with LocalCluster(OLD, fabric=fabric, settings=replace(ONE_LAYER, hot_seconds=0.0)) as cluster:
+            tasks = await phase(cluster)
+            comm, started = cluster.comms[0], loop.time()
+            closing = asyncio.ensure_future(comm.aclose(timeout))
+            if turns is not None:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                if not closing.done():
+                    closing.cancel()
+                    await asyncio.wait([closing])
+                    assert closing.cancelled()
+            left = await comm.aclose(timeout)
+            assert loop.time() - started < (ONE_LAYER.close_timeout if timeout is None else timeout) + 0.5
+            assert timeout is not None or fabric.faults._reads or left == (), "what could have ended was not waited for"
+            assert not alive(fabric, 0)
+            assert not comm._engine._closers
+            assert not comm._engine.immortal
+            _, pending = await asyncio.wait(tasks, timeout=30.0)
+            assert not pending
+            for task in tasks:
+                assert task.cancelled() or isinstance(task.exception(), EplbError | None)
+            before = cluster.rows[0].wrong_bytes(comm.placement)
+            await asyncio.sleep(3.0)
+            assert before == cluster.rows[0].wrong_bytes(comm.placement) == 0
+        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(main())
+    assert not fabric.violations
+    assert fabric.open_handles == 0
+    assert fabric.open_registrations == 0
 
 
 def test_two_closes_at_once_end_together() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -204,3 +206,35 @@ async def test_a_rebind_cancelled_before_the_engine_begins_it_is_done_all_the_sa
     await asyncio.gather(*(comm.migrate(new, timeout=20) for comm in comms))
     assert [row.wrong_bytes(new) for row in rows] == [0, 0]
     await asyncio.gather(*(comm.aclose() for comm in comms))
+
+
+@pytest.mark.asyncio
+async def test_c34_opens_and_closes_often(tmp_path: Path) -> None:
+    """Twenty lives on engines of their own: no task, thread or callback is left, and nothing is warned of."""
+    placement = Placement([[0, 1]], ep_size=2)
+    fabric = MemoryFabric(clock=time.monotonic)
+    rows = [PatternWeights(placement, rank, (1000,)) for rank in range(2)]
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    async def live(rank: int) -> None:
+        async with AsyncEplbCommunicator.open(
+            rank=rank,
+            ep_size=2,
+            weights=rows[rank].layers,
+            placement=placement,
+            rendezvous=f"file://{tmp_path}/rendezvous",
+            settings=SETTINGS,
+            native=fabric.native,
+        ):
+            pass
+
+    threads = threading.active_count()
+    for _ in range(20):
+        await asyncio.gather(live(0), live(1))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        gc.collect()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("eplb-async")] == []
+    assert threading.active_count() <= threads + 1
+    assert fabric.open_registrations == 0
+    assert not complaints

@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import os
+import random
 import signal
 import threading
 import time
@@ -802,6 +803,35 @@ async def cancelling_ends_the_task_and_keeps_the_lease(world: World) -> None:
         await agent.read(region[8:], peer.region("rows")[8:])
         assert (target[:8] == 0xEE).all()
         await region.deregister()
+
+
+@case
+async def cancelling_at_any_moment_writes_nothing_late(world: World) -> None:
+    """C2: 25 READs cancelled at random moments within one; memory that was granted again is never written."""
+    rng, loop = random.Random(3), asyncio.get_running_loop()
+    target, bulk = np.zeros((16, MIB), dtype=np.uint8), data()["bulk"]
+    async with world.open() as agent:
+        region = await agent.register(target, "target")
+        peer = await agent.add_peer(world.blob)
+        started = loop.time()
+        await agent.read(region[:], peer.region("bulk")[0:16])
+        seconds, cancelled = loop.time() - started, 0
+        while cancelled < 25:
+            reading = asyncio.ensure_future(agent.read(region[:], peer.region("bulk")[0:16]))
+            await asyncio.sleep(rng.uniform(0.0, 0.9) * seconds)
+            if reading.cancel():
+                cancelled += 1
+                for _ in range(2):
+                    await asyncio.sleep(0)
+                assert reading.cancelled()
+            await region.released(timeout=20)
+            target[:] = 0xEE
+            await asyncio.sleep(rng.choice((0.0, seconds)))
+            assert (target == 0xEE).all()
+        stats = await agent.stats()
+        assert (stats.in_flight, stats.quarantined) == (0, 0)
+        await agent.read(region[:], peer.region("bulk")[0:16])
+        assert np.array_equal(target, bulk[:16])
 
 
 @waiting_case

@@ -75,3 +75,25 @@ def test_a_hundred_cancels_leave_nothing(start: Start, loop: str) -> None:
     for was, now in zip(before, after, strict=True):
         assert {name: now[name] for name in FLAT} == {name: was[name] for name in FLAT}
         assert now["rss_kib"] - was["rss_kib"] < RSS_KIB
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_c34_a_process_opens_and_closes_often(start: Start, transport: str, loop: str) -> None:
+    """Twenty lives of two ranks in the same processes, warnings as errors: no task, thread, descriptor is left."""
+    old, new = Placement([[0, 1]], ep_size=2), Placement([[1, 0]], ep_size=2)
+    ranks = start(old, transport=transport, loop=loop)
+    ranks.all("run", "tests.real.complaints", "listen")
+    before: list[dict[str, int]] = []
+    for life in range(20):
+        ranks.all("migrate", new if life % 2 == 0 else old, 20.0)
+        assert ranks.all("close") == [(), ()]
+        ranks.all("open", new if life % 2 == 0 else old)
+        if life == 4:
+            before = ranks.all("run", "tests.real.inside", "counts")
+    after = ranks.all("run", "tests.real.inside", "counts")
+    assert ranks.all("run", "tests.real.complaints", "found") == [[], []]
+    print(*zip(before, after, strict=True), sep="\n")
+    for was, now in zip(before, after, strict=True):
+        assert {name: now[name] for name in FLAT} == {name: was[name] for name in FLAT}
+        assert now["rss_kib"] - was["rss_kib"] < RSS_KIB
