@@ -17,7 +17,7 @@ from eplb_async.core.layout import Layout, compare
 from eplb_async.core.placement import Placement
 from eplb_async.core.text import one_line
 from eplb_async.core.wire import MAX_BLOB
-from eplb_async.errors import HandshakeError
+from eplb_async.errors import CommunicatorBusy, HandshakeError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.rendezvous.blob import BlobError, Introduction, open_sealed, seal
 from eplb_async.settings import Settings

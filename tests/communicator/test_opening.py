@@ -50,9 +50,9 @@ def test_a_cancel_after_any_turn_leaves_no_agent(turns: int) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("turns", [*range(0, 30, 2), *range(30, 400, 20)])
+@pytest.mark.parametrize("turns", range(13))
 def test_a_rank_whose_open_was_cancelled_opens_again_while_the_others_wait(turns: int) -> None:
-    """They may have met the start that was cancelled: nobody is gone, and the group is whole."""
+    """They may know the start that was cancelled, and have not met it: nobody is gone, and the group is whole."""
     old, new = Placement([[0, 1, 2]], ep_size=3), Placement([[2, 0, 1]], ep_size=3)
     fabric = MemoryFabric()
 

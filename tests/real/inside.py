@@ -57,7 +57,7 @@ async def counts(comm: AsyncEplbCommunicator) -> dict[str, int]:
         "leases": len(endpoint.leases),
         "registrations": len(endpoint._memory._registered),
         "peers": len(endpoint.peers),
-        "staging": len(staging._used) + len(staging._held),
+        "staging": staging.reclaim() + sum(piece.nbytes for piece in staging._used),
         "calls": len(engine._submissions),
         "tasks": len(engine._tasks) + len(asyncio.all_tasks()),
         "objects": len(gc.get_objects()),
