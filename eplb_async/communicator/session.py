@@ -405,6 +405,9 @@ class Session:
         if attempt.cause is None and attempt.run is not None:
             attempt.cause = attempt.run.read_error()
         waiting = f", waiting for ranks {sorted(protocol.waiting_for)}" if protocol.waiting_for else ""
+        if not protocol.has_majority:
+            lost = sorted(protocol.gone & protocol.members)
+            waiting += f", and without ranks {lost} there is no majority: say which are dead with exclude()"
         if attempt.run is not None and attempt.run.waiting:
             waiting += f", waiting for {attempt.run.waiting} of this rank"
         attempt.late = True

@@ -16,7 +16,8 @@ _log = logging.getLogger("eplb_async.watchdog")
 _HAIR = 1.01
 
 _ADVICE = {
-    "joined": "see whether those ranks live and have called migrate() with the same placement",
+    "joined": "see whether those ranks live and have called migrate() with the same placement; exclude(rank) says that "
+    "one is dead",
     "open": "see whether the ranks waited for and read from run and are reachable; exclude(rank) says that one is dead",
     "settling": "nothing if it ends soon; exclude(rank) says that a rank waited for is dead",
     "view_change": "see whether the ranks waited for run; exclude(rank) says that one is dead",

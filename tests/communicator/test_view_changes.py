@@ -84,3 +84,18 @@ def test_the_deadline_is_that_of_the_call_not_of_each_try() -> None:
             assert loop.time() - started == pytest.approx(5.0, abs=0.1)
 
     run(main())
+
+
+def test_without_a_majority_the_error_says_so_each_time() -> None:
+    """I-11: the survivor of two is told to exclude the dead one, also by a migration that begins after the death."""
+
+    async def main() -> None:
+        old, new = Placement([[0, 1]] * 3, ep_size=2), Placement([[1, 0]] * 3, ep_size=2)
+        async with LocalCluster(old) as cluster:
+            cluster.kill(1)
+            for _ in range(3):
+                (error,) = await cluster.migrate(new, ranks=(0,), timeout=5.0)
+                assert isinstance(error, MigrationAborted)
+                assert "exclude(" in str(error), error
+
+    run(main())
