@@ -12,6 +12,7 @@ import pytest
 
 from eplb_async import errors
 from eplb_async.core import messages
+from eplb_async.core.events import Phase
 from eplb_async.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^]]+\]\(([^)\s]+)\)")
+_TESTS = re.compile(r"`(tests/[\w/]+\.py)`(?: \(([^)]*)\))?")
 
 
 def text_of(path: Path) -> str:
@@ -60,6 +62,19 @@ def test_every_public_error_is_explained() -> None:
     }
     assert public
     assert public <= rows
+
+
+def test_the_runbook_has_every_phase_and_every_reason_for_a_drop() -> None:
+    """What ``health()`` may show is explained where the engineer on call looks for it."""
+    page, code = text_of(DOCS / "runbook.md"), "\n".join(text_of(path) for path in (ROOT / "eplb_async").rglob("*.py"))
+    reasons = set(re.findall(r"raise (?:Ignored|WireError)\(\"(\w+)\"", code))
+    reasons |= set(re.findall(r"dropped\[\"([\w ]+)\"\]", code)) | {"early", "impossible"}
+    assert {"leap", "forged", "too many"} <= reasons
+    listed = page.partition("## Messages that were dropped")[2]
+    assert [reason for reason in sorted(reasons) if f"`{reason}`" not in listed] == []
+    phases = {phase.value for phase in Phase} | {"view_change", "closing", "suspended"}
+    explained = page.partition("## What each phase says")[2].partition("\n## ")[0]
+    assert [phase for phase in sorted(phases) if f"`{phase}`" not in explained] == []
 
 
 def test_every_message_is_named() -> None:
@@ -117,6 +132,32 @@ def test_every_page_is_in_the_index() -> None:
     """Nothing is written that nobody finds."""
     linked = {(DOCS / link).resolve() for link in _LINK.findall(text_of(DOCS / "index.md"))}
     assert {page.resolve() for page in PAGES[1:]} - linked == {(DOCS / "index.md").resolve()}
+
+
+@pytest.mark.parametrize("page", [DOCS / "cases.md", DOCS / "guarantees.md"], ids=name_of)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    """Each path is a file, and each name that follows it in brackets is a function of it; no name stands alone."""
+    body = text_of(page)
+    cited: set[str] = set()
+    for path, listed in _TESTS.findall(body):
+        assert (ROOT / path).is_file(), path
+        names = re.findall(r"`(\w+)`", listed)
+        defined = set(re.findall(r"^(?:async )?def (\w+)\(", text_of(ROOT / path), re.MULTILINE))
+        assert set(names) <= defined, (path, set(names) - defined)
+        cited |= set(names)
+    assert cited
+    assert set(re.findall(r"`(test_\w+)`", body)) <= cited
+
+
+def test_every_case_has_its_row() -> None:
+    """C1 to C36 in order; a case without a test says why, and the page counts them."""
+    page = text_of(DOCS / "cases.md")
+    rows = re.findall(r"^\| (C\d+) \|.*\| ([^|]*) \|$", page, re.MULTILINE)
+    assert [case for case, _ in rows] == [f"C{number}" for number in range(1, 37)]
+    missing = [case for case, held_by in rows if not _TESTS.search(held_by)]
+    assert all("no test yet: " in held_by for case, held_by in rows if case in missing)
+    assert f"{len(rows) - len(missing)} of the {len(rows)} are held" in page
+    assert re.findall(r"\bC\d+\b", page.partition("Not yet: ")[2].partition("\n\n")[0]) == missing
 
 
 def test_the_readme_has_the_test_command_that_ci_runs() -> None:
