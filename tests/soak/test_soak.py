@@ -116,17 +116,24 @@ class Soak:
         self.bring_back(gone, target)
 
     def bring_back(self, gone: set[int], target: Placement) -> None:
-        """Close the others and open the group anew, with the placement that they agree on.
-
-        Where ``reconnect`` is to be soaked: start the rank, ``open`` it, and have the others ``reconnect(rank)``.
-        """
+        """Have one rank back with ``reconnect``; or close the others, and open the group anew."""
         others = [rank for rank in range(3) if rank not in gone]
         if others:
             self.agree(target, others)
+        if len(gone) == 1 and self._random.random() < 0.5:
+            (dead,) = gone
+            self.ranks.start(dead, self.placement)
+            self.ranks.send(dead, "open")
+            self.ranks.all("reconnect", dead, 30.0, ranks=others)
+            answer = self.ranks.receive(dead)
+            assert answer is None, answer
+            self.done["reconnected"] += 1
+        else:
             self.ranks.all("close", ranks=others)
-        for rank in gone:
-            self.ranks.start(rank)
-        self.ranks.all("open", self.placement)
+            for rank in gone:
+                self.ranks.start(rank)
+            self.ranks.all("open", self.placement)
+            self.done["opened anew"] += 1
         assert self.ranks.all("check", self.placement) == [0, 0, 0]
 
     def agree(self, target: Placement, ranks: Any) -> None:
