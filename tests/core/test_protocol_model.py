@@ -182,10 +182,10 @@ def test_unreliable_messages_lead_everywhere_where_reordered_and_repeated_ones_l
 # --------------------------------------------------------------------------- the checks see what they are for
 
 
-def _few_answer(change: views.Change, view: views.View) -> views.Decision | None:
+def _few_answer(change: views.Change, view: views.View, newcomer: int = 0) -> views.Decision | None:
     missing = view.remaining & ~change.answered
     answers = {rank: replace(answer, gone=answer.gone | missing) for rank, answer in change.answers.items()}
-    return DECIDE(replace(change, answers=answers), replace(view, gone=view.gone | missing))
+    return DECIDE(replace(change, answers=answers), replace(view, gone=view.gone | missing), newcomer)
 
 
 def _own_epoch(books: coordinator.Coordinator, message: messages.Join, highest_epoch: int) -> coordinator.Sends:
