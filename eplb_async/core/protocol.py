@@ -28,7 +28,8 @@ A member is gone:
 8.  Whoever speaks in an old term without being a member gets INSTALL back, and is fenced by it.
 9.  A rank that asked for the end and hears nothing until its deadline, or has no majority left, is in doubt;
     the next END or INSTALL that reaches it resolves that.
-10. Closing is LEAVE: it gives up, is announced, answers still, and ends with the view of those who stay.
+10. Closing is LEAVE: it gives up, is announced, answers still, and ends with the view of those who stay. It is said
+    again with the pings.
 
 A rank is back:
 
@@ -368,6 +369,8 @@ class Protocol(Member):
             ping = self._ping()
             for rank in each(self._waited()):
                 self._send(rank, ping)
+                if view.leaving & bit(self.rank):  # who came back since may open the next view, and has not heard it
+                    self._send(rank, messages.Leave(term=view.installed, sender=self.rank))
             if self._change is not None:
                 self._say_view(self._change.missing(view))
             self._say_met()

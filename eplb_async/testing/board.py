@@ -19,6 +19,9 @@ from eplb_async.testing.moves import USES
 
 Value = TypeVar("Value", bound=Hashable)
 
+ABSENT, FLYING, SPOILT, STAGED, RUINED = range(5)
+"""What becomes of the READ of a layer."""
+
 
 class Body(NamedTuple):
     """What a rank has besides its protocol."""
@@ -37,6 +40,8 @@ class Body(NamedTuple):
     """Term, epoch and layers of its last vote."""
     ended: tuple[int, int, int]
     """Term, epoch and layers of the last epoch that ended here."""
+    start: int = 1
+    """Which start of its rank this is."""
 
 
 class Face(NamedTuple):
@@ -56,6 +61,10 @@ class Face(NamedTuple):
     wakeup: bool
     has_majority: bool
     may_vote: bool
+    outside: bool
+    arriving: int
+    wants: dict[int, int]
+    """The start that it has met of each rank that it wants back."""
 
 
 class State(NamedTuple):
@@ -199,6 +208,10 @@ class Board:
         """Gives a rank another body."""
         self.bodies[rank] = self._bodies.number(body)
 
+    def put_protocol(self, rank: int, protocol: Protocol) -> None:
+        """Has a rank stand elsewhere."""
+        self.protocols[rank] = self._name(protocol)
+
     def put_queue(self, link: int, letters: Iterable[int]) -> None:
         """Puts other messages on a link."""
         self.queues[link] = self._queues.number(tuple(letters))
@@ -256,4 +269,7 @@ def _face(protocol: Protocol) -> Face:
         wakeup=protocol.next_wakeup is not None,
         has_majority=protocol.has_majority,
         may_vote=protocol._view.accepts(protocol.term),
+        outside=protocol.outside,
+        arriving=sum(1 << r for r in protocol.arriving - protocol.gone),
+        wants=dict(protocol._returns.own),
     )

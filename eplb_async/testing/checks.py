@@ -21,7 +21,8 @@ def agreement(board: Board) -> None:
     live = [r for r in board.alive() if not board.is_excluded(r)]
     if not any(uses[i] for i in _REASONS):
         for rank in range(board.ep_size):
-            if board.body(rank).alive and rank not in live:
+            body = board.body(rank)
+            if body.alive and body.start == 1 and rank not in live:  # one that comes back is not in at once
                 raise Violation(
                     f"rule 6: the others go on without rank {rank}, of which nothing proves that it is gone"
                 )
@@ -97,7 +98,7 @@ def idle_together(board: Board) -> bool:
         return False
     for rank in alive:
         face = board.face(rank)
-        if face.phase is not Phase.IDLE or face.term != face.promised or face.members != members:
+        if face.phase is not Phase.IDLE or face.outside or face.term != face.promised or face.members != members:
             return False
         if face.leaving >> rank & 1:
             return False

@@ -42,18 +42,19 @@ class Limits:
     cuts: int = 0
     duplicates: int = 0
     doubts: int = 0
+    returns: int = 0
     fifo: bool = True
     unreliable: bool = False
 
     @property
     def only_crashes(self) -> bool:
-        """Whether who leaves a view is dead."""
-        return not (self.closes or self.exclusions or self.cuts)
+        """Whether who leaves a view is dead, and stays so."""
+        return not (self.closes or self.exclusions or self.cuts or self.returns)
 
     def __str__(self) -> str:
         changed = (f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
         return ", ".join(changed).replace(str(UNLIMITED), "any") or "nothing goes wrong"
 
 
-USES = ("crashes", "give_ups", "closes", "exclusions", "cuts", "duplicates", "doubts")
+USES = ("crashes", "give_ups", "closes", "exclusions", "cuts", "duplicates", "doubts", "returns")
 """The limits that are counted together."""

@@ -8,7 +8,9 @@ Dead letters
     its link. Delivering it leads nowhere, and delivering it or not makes two states of one. Which messages these
     are is said in `is_dead`; all rests on numbers that only grow: the term that a rank promised, the epoch and the
     attempt that it has seen. Messages that start or answer a view change are kept: what a rank does with those
-    also depends on who is gone.
+    also depends on who is gone. Where ranks come back all messages are kept: one that comes back may be left out
+    again while it lives, if the opener of the next term has not heard of its view, and is then fenced by the answer
+    (rule 8) to whatever it had sent.
 
 Order on a link
     Where messages may arrive in any order, the order in which they were sent decides nothing.
@@ -46,7 +48,7 @@ def is_dead(board: Board, protocol: int, letter: int) -> bool:
     - Of a term below the one promised: nothing of it is accepted any more (rule 7).
     - Of the term that is installed: what is ignored there now stays ignored. Attempts and epochs only grow, an
       epoch begins once and votes only grow. Only a COMMIT that is ahead of its BEGIN waits for its time.
-    - Of a later term: it waits for its time, and is not dead.
+    - Of a later term, or the one promised and not installed yet: it waits for its time, and is not dead.
 
     Args:
         board: Where both have their numbers.
@@ -54,7 +56,7 @@ def is_dead(board: Board, protocol: int, letter: int) -> bool:
         letter: Number of the message.
     """
     message, face = board.message(letter), board.faces[protocol]
-    if not isinstance(message, _BUSINESS) or message.term > face.promised:
+    if not isinstance(message, _BUSINESS) or (message.term >= face.promised and message.term > face.term):
         return False
     if isinstance(message, messages.Commit) and message.term == face.promised and message.epoch > face.epoch:
         return False

@@ -9,23 +9,21 @@ next member's row, and is spoilt when that row is overwritten while it is in fli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from eplb_async.core import events, messages
 from eplb_async.core.events import Command, Event, Phase, Proof
 from eplb_async.core.protocol import Protocol
 from eplb_async.testing import checks
-from eplb_async.testing.board import Board, Body, Face, State
-from eplb_async.testing.moves import UNLIMITED, USES, Limits, Move, Violation
+from eplb_async.testing.board import FLYING, RUINED, SPOILT, STAGED, Body, Face, State
+from eplb_async.testing.choices import Choices
+from eplb_async.testing.moves import UNLIMITED, Limits, Move, Violation
 from eplb_async.testing.reductions import is_dead
 
 __all__ = ["UNLIMITED", "Body", "Face", "Limits", "Move", "Ring", "State", "Violation"]
 
-_ABSENT, _FLYING, _SPOILT, _STAGED, _RUINED = range(5)
 
-
-class Ring(Board):
+class Ring(Choices):
     """``ep_size`` protocols and the messages between them.
 
     Args:
@@ -38,7 +36,6 @@ class Ring(Board):
 
     Attributes:
         log: Rank and command of everything but ``Send`` since the ring was made, in order.
-        reduced: Whether what can never matter is taken away (see ``reductions``); `explore` sets it.
     """
 
     def __init__(
@@ -50,26 +47,20 @@ class Ring(Board):
         majority_rule: bool = True,
         pings: bool = False,
     ) -> None:
-        protocols = [
-            Protocol(
-                rank=rank,
-                ep_size=ep_size,
-                num_layers=num_layers,
-                settle_timeout=0.0,
-                ping_interval=0.0 if pings else 1.0,
-                majority_rule=majority_rule,
-            )
-            for rank in range(ep_size)
-        ]
+        self._options: dict[str, Any] = {
+            "ep_size": ep_size,
+            "num_layers": num_layers,
+            "settle_timeout": 0.0,
+            "ping_interval": 0.0 if pings else 1.0,
+            "majority_rule": majority_rule,
+        }
         self._zeros = zeros = (0,) * num_layers
-        super().__init__(protocols, Body(True, zeros, zeros, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0)))
+        self._newborn = Body(True, zeros, zeros, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0))
+        protocols = [Protocol(rank=rank, **self._options) for rank in range(ep_size)]
+        super().__init__(protocols, self._newborn, limits or Limits(), pings=pings)
         self.num_layers = num_layers
-        self.limits = limits or Limits()
-        self.pings = pings
         self.recording = True
-        self.reduced = False
         self.log: list[tuple[int, Command]] = []
-        self._own: dict[Any, tuple[Move, ...]] = {}
         self._alive_letters: dict[tuple[int, int], int] = {}
         self._usable: dict[Any, str] = {}
 
@@ -93,8 +84,8 @@ class Ring(Board):
     def stage(self, rank: int, holds: messages.Steps | None = None) -> None:
         """The first READ of ``rank`` that is still in flight arrives."""
         body, face = self.body(rank), self.face(rank)
-        layer = next(i for i, read in enumerate(body.reads) if read in (_FLYING, _SPOILT))
-        done = _STAGED if body.reads[layer] == _FLYING else _RUINED
+        layer = next(i for i, read in enumerate(body.reads) if read in (FLYING, SPOILT))
+        done = STAGED if body.reads[layer] == FLYING else RUINED
         body = body._replace(reads=_put(body.reads, layer, done))
         if face.phase is Phase.OPEN and face.may_vote:
             body = body._replace(voted=(face.term, face.epoch, layer + 1))
@@ -109,6 +100,10 @@ class Ring(Board):
     def close(self, rank: int) -> None:
         """The caller of ``rank`` closes it."""
         self._use("closes")
+        self._feed(rank, events.Close())
+
+    def expire(self, rank: int) -> None:
+        """The ``open`` of ``rank``, which is outside, runs out of time."""
         self._feed(rank, events.Close())
 
     def gone(self, rank: int, other: int, proof: Proof = Proof.DISCONNECTED) -> None:
@@ -134,6 +129,23 @@ class Ring(Board):
         self._use("crashes")
         self.put_body(rank, self.body(rank)._replace(alive=False, reads=self._zeros))
         self._deafen(rank)
+
+    def restart(self, rank: int) -> None:
+        """A rank that died or is over starts again, and opens into the group that runs without it.
+
+        Messages are from one start to one start: what was under way to or from the one before is lost.
+        """
+        self._use("returns")
+        start = self.body(rank).start + 1
+        self._deafen(rank)
+        self.queues[rank * self.ep_size : (rank + 1) * self.ep_size] = [0] * self.ep_size
+        self.put_protocol(rank, Protocol(rank=rank, **self._options))
+        self.put_body(rank, self._newborn._replace(start=start))
+        self._feed(rank, events.Returning())
+
+    def met(self, rank: int, other: int, start: int | None = None) -> None:
+        """``rank`` wants ``other`` back and has met it, by default as it is now; 0 takes that back."""
+        self._feed(rank, events.Met(other, self.body(other).start if start is None else start))
 
     def cut(self, a: int, b: int) -> None:
         """The link between two ranks is lost, with all that is on it."""
@@ -164,101 +176,11 @@ class Ring(Board):
     def settle(self, *, stage: bool = True, detect: bool = True) -> None:
         """Lets everything arrive, in order, until nothing is left to happen by itself."""
         for _ in range(100_000):
-            move = next(self._natural(stage=stage, detect=detect), None)
+            move = next(self.natural(stage=stage, detect=detect), None)
             if move is None:
                 return
             self.play(move)
         raise Violation("the ring never comes to rest")
-
-    # ---------------------------------------------------------------------------------------------- choosing
-
-    def moves(self) -> Iterator[Move]:
-        """Everything that may happen next, within the limits."""
-        others = tuple(map(self.has_ended, range(self.ep_size)))
-        limits = self.limits
-        for rank in self.alive():
-            key = (rank, self.protocols[rank], self.bodies[rank], others, self.used, self.lost_links, limits)
-            own = self._own.get(key)
-            if own is None:
-                own = self._own[key] = tuple(self._moves_of(rank))
-            yield from own
-            if self.pings and self.face(rank).wakeup and self._may_ping(rank):
-                yield Move("ping", (rank,))
-        yield from self._traffic()
-
-    def _moves_of(self, rank: int) -> Iterator[Move]:
-        """What a rank may do or suffer, messages apart."""
-        limits, face, body = self.limits, self.face(rank), self.body(rank)
-        left = {name: getattr(limits, name) - used for name, used in zip(USES, self.uses(), strict=True)}
-        if face.phase is Phase.IDLE and body.migrations < limits.migrations and not face.leaving >> rank & 1:
-            yield Move("migrate", (rank,))
-        if any(read in (_FLYING, _SPOILT) for read in body.reads):
-            yield Move("stage", (rank,))
-        if left["give_ups"] and face.phase in (Phase.JOINED, Phase.OPEN):
-            yield Move("give_up", (rank,))
-        if left["doubts"] and face.phase is Phase.SETTLING:
-            yield Move("tick", (rank,))
-        if left["closes"] and not face.leaving >> rank & 1:
-            yield Move("close", (rank,), helpful=False)
-        if left["crashes"]:
-            yield Move("crash", (rank,), helpful=False)
-        for other in range(self.ep_size):
-            if other != rank and face.members >> other & 1:
-                if not face.gone >> other & 1 and self._is_lost(rank, other):
-                    yield Move("gone", (rank, other))
-                elif face.gone >> other & 1 and not face.has_majority and self.has_ended(other):
-                    yield Move("gone", (rank, other, Proof.EXCLUDED))
-                elif left["exclusions"] and not face.gone >> other & 1:
-                    yield Move("exclude", (rank, other), helpful=False)
-        if left["cuts"]:
-            for other in self.alive():
-                if rank < other and not self.is_cut(rank, other):
-                    yield Move("cut", (rank, other), helpful=False)
-
-    def _traffic(self) -> Iterator[Move]:
-        limits = self.limits
-        duplicates = limits.duplicates > self.uses()[USES.index("duplicates")]
-        for link, number in enumerate(self.queues):
-            if not number:
-                continue
-            letters = self.letters(link)
-            source, to = divmod(link, self.ep_size)
-            alive = self.body(source).alive
-            ordered = limits.fifo and not limits.unreliable
-            for index in range(1 if ordered else len(letters)):
-                if letters[index] not in letters[:index]:
-                    yield Move("deliver", (source, to, index), helpful=alive or not self.reduced)
-                    if duplicates:
-                        yield Move("duplicate", (source, to, index), helpful=False)
-            if not alive and not self.reduced:
-                yield Move("drop", (source, to, len(letters) - 1), helpful=False)
-
-    def _natural(self, *, stage: bool, detect: bool) -> Iterator[Move]:
-        for link, number in enumerate(self.queues):
-            if number:
-                yield Move("deliver", divmod(link, self.ep_size))
-        for rank in self.alive():
-            if stage and any(read in (_FLYING, _SPOILT) for read in self.body(rank).reads):
-                yield Move("stage", (rank,))
-            if detect:
-                face = self.face(rank)
-                for other in range(self.ep_size):
-                    if face.members >> other & 1 and not face.gone >> other & 1 and self._is_lost(rank, other):
-                        yield Move("gone", (rank, other))
-
-    def _is_lost(self, rank: int, other: int) -> bool:
-        """Whether NIXL will tell ``rank`` that ``other`` is disconnected."""
-        if rank == other:
-            return False
-        return self.has_ended(other) or self.is_cut(rank, other)
-
-    def _may_ping(self, rank: int) -> bool:
-        """Whether a ping may help: nothing is under way, or a rank that is out has heard nothing of it."""
-        if not self._under_way():
-            return True
-        n = self.ep_size
-        silent = not any(self.queues[rank * n + q] or self.queues[q * n + rank] for q in range(n))
-        return silent and self.is_excluded(rank)
 
     # ---------------------------------------------------------------------------------------------- checking
 
@@ -270,14 +192,7 @@ class Ring(Board):
         """Whether all who are alive are idle in one view of exactly them, and nothing is under way that counts."""
         if not checks.idle_together(self):
             return False
-        return not self._under_way()
-
-    def _under_way(self) -> bool:
-        """Whether a message is under way that progress may rely on."""
-        n = self.ep_size
-        return any(
-            number and not (self.reduced and not self.body(link // n).alive) for link, number in enumerate(self.queues)
-        )
+        return not self.under_way()
 
     def check_usable(self) -> None:
         """Raises `Violation` if those who are alive, all idle, cannot complete a next epoch (I-9)."""
@@ -362,11 +277,11 @@ class Ring(Board):
                 source = ring[(ring.index(rank) + 1) % len(ring)]
                 other = self.body(source)
                 reads = tuple(
-                    _FLYING if mine == theirs else _SPOILT for mine, theirs in zip(body.rows, other.rows, strict=True)
+                    FLYING if mine == theirs else SPOILT for mine, theirs in zip(body.rows, other.rows, strict=True)
                 )
                 self.put_body(rank, body._replace(reads=reads, source=source))
             case events.Commit(epoch, first, upto, _):
-                checks.commit(self, rank, face, command, [read == _STAGED for read in body.reads])
+                checks.commit(self, rank, face, command, [read == STAGED for read in body.reads])
                 for layer in range(first, upto):
                     self._overwrite(rank, layer, face.term << 8 | epoch)
                 self.put_body(rank, self.body(rank)._replace(applied=upto))
@@ -374,6 +289,9 @@ class Ring(Board):
                 checks.ended(self, rank, committed, complete=complete)
                 ended = (face.term, epoch, committed) if epoch else body.ended
                 self.put_body(rank, body._replace(owed=0, applied=0, source=0, reads=self._zeros, ended=ended))
+            case events.Installed(_, members) if face.outside:  # it takes over the group's placement
+                rows = next((self.body(q).rows for q in sorted(members - {rank}) if self.body(q).alive), body.rows)
+                self.put_body(rank, body._replace(rows=rows))
             case _:
                 pass
 
@@ -382,8 +300,8 @@ class Ring(Board):
         self.put_body(rank, body._replace(rows=_put(body.rows, layer, version)))
         for other in range(self.ep_size):
             reader = self.body(other)
-            if other != rank and reader.source == rank and reader.reads[layer] == _FLYING:
-                self.put_body(other, reader._replace(reads=_put(reader.reads, layer, _SPOILT)))
+            if other != rank and reader.source == rank and reader.reads[layer] == FLYING:
+                self.put_body(other, reader._replace(reads=_put(reader.reads, layer, SPOILT)))
 
     def _use(self, name: str) -> None:
         if getattr(self.limits, name) < UNLIMITED:

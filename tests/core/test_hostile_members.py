@@ -46,6 +46,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "last_attempt": near,
     "next_epoch": counter,
     "blob": st.just(b"blob"),
+    "rank": st.integers(0, RANKS - 1),
+    "start": counter,
 }
 KINDS = [kind for kind in Message.__subclasses__() if kind is not messages.Introduce]
 
@@ -59,7 +61,10 @@ own = st.one_of(
     st.just(events.Migrate(DIGESTS)),
     st.integers(1, LAYERS).map(events.Staged),
     st.just(events.GiveUp("out\nof here\x1b[31m")),
-    st.builds(events.Gone, st.sampled_from([1, 2]), st.sampled_from(Proof)),
+    st.builds(events.Gone, st.integers(0, RANKS - 1), st.sampled_from(Proof)),
+    st.builds(events.Met, st.integers(0, RANKS - 1), near),
+    st.builds(events.Suspect, st.integers(0, RANKS - 1)),
+    st.just(events.Returning()),
     st.just(events.Close()),
     st.just(events.Tick()),
 )
@@ -76,9 +81,10 @@ def test_any_messages_in_any_order_are_taken_or_counted_and_all_that_is_said_can
     protocol = Protocol(rank=rank, ep_size=RANKS, num_layers=LAYERS, settle_timeout=1.0, ping_interval=0.3)
     now, migrations, ends = 0.0, 0, 0
     for event in script:
-        if isinstance(event, events.Migrate) and (protocol.phase is not events.Phase.IDLE or protocol.leaving):
+        busy = protocol.phase is not events.Phase.IDLE or protocol.leaving or protocol.outside
+        if isinstance(event, events.Migrate) and busy:
             continue
-        if isinstance(event, events.Gone) and event.rank == rank:
+        if isinstance(event, events.Gone | events.Met | events.Suspect) and event.rank == rank:
             continue
         migrations += isinstance(event, events.Migrate)
         now = now + 0.1 if not isinstance(event, events.Tick) else max(now, protocol.next_wakeup or now)

@@ -159,11 +159,12 @@ def seen(ring: Ring, limits: Limits, *, reduced: bool) -> tuple[set[Any], Explor
         (2, 2, Limits(crashes=2, unreliable=True)),
         (3, 1, Limits(crashes=1, give_ups=1)),
         (3, 1, Limits(crashes=1, give_ups=0, unreliable=True)),
+        (2, 1, Limits(crashes=1, returns=1, fifo=False)),
     ],
-    ids=["2x2 duplicates", "2x1 twice", "2x2 unreliable", "3x1 in order", "3x1 unreliable"],
+    ids=["2x2 duplicates", "2x1 twice", "2x2 unreliable", "3x1 in order", "3x1 unreliable", "2x1 a return"],
 )
 def test_a_reduced_walk_meets_every_combination_of_ranks(ep_size: int, num_layers: int, limits: Limits) -> None:
-    ring = Ring(ep_size, num_layers, limits=limits, majority_rule=ep_size > 2)
+    ring = Ring(ep_size, num_layers, limits=limits, majority_rule=ep_size > 2, pings=bool(limits.returns))
     everything, plain = seen(ring, limits, reduced=False)
     enough, reduced = seen(ring, limits, reduced=True)
     assert enough == everything
@@ -182,10 +183,10 @@ def test_unreliable_messages_lead_everywhere_where_reordered_and_repeated_ones_l
 # --------------------------------------------------------------------------- the checks see what they are for
 
 
-def _few_answer(change: views.Change, view: views.View) -> views.Decision | None:
+def _few_answer(change: views.Change, view: views.View, newcomer: int = 0) -> views.Decision | None:
     missing = view.remaining & ~change.answered
     answers = {rank: replace(answer, gone=answer.gone | missing) for rank, answer in change.answers.items()}
-    return DECIDE(replace(change, answers=answers), replace(view, gone=view.gone | missing))
+    return DECIDE(replace(change, answers=answers), replace(view, gone=view.gone | missing), newcomer)
 
 
 def _own_epoch(books: coordinator.Coordinator, message: messages.Join, highest_epoch: int) -> coordinator.Sends:

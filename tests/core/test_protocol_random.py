@@ -23,9 +23,12 @@ MADE_GOOD = (
     messages.End,
     messages.Ping,
     messages.Pong,
+    messages.Met,
+    messages.Leave,
 )
 """Messages whose loss a deadline, or asking again, makes good. A change of views relies on NIXL, which loses none."""
 
+IMPATIENT = ("give_up", "expire")
 EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "100"))
 many = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -57,13 +60,14 @@ def touches(move: Move, rank: int | None) -> bool:
 def step(
     ring: Ring, data: st.DataObject, stopped: int | None = None, may_be_lost: tuple[type[messages.Message], ...] = ()
 ) -> bool:
-    """One move. One in 32 is a fault, one a loss, one gives up; the others help."""
+    """One move. One in 32 is a fault, one a loss, one a new start, one gives up; the others help."""
     moves = [move for move in ring.moves() if not touches(move, stopped)]
     if not moves:
         return False
     chosen, kind = divmod(data.draw(st.integers(0, 4095)), 32)
     groups = {
-        29: [m for m in moves if m.act == "give_up"],
+        29: [m for m in moves if m.act in IMPATIENT],
+        28: [m for m in moves if m.act == "restart"],
         30: [m for m in moves if not m.helpful],
         31: [
             m._replace(act="drop")
@@ -71,7 +75,7 @@ def step(
             if m.act == "deliver" and isinstance(ring.queue(*m.args[:2])[m.args[2]], may_be_lost)
         ],
     }
-    moves = groups.get(kind) or [m for m in moves if m.helpful and m.act != "give_up"] or moves
+    moves = groups.get(kind) or [m for m in moves if m.helpful and m.act not in IMPATIENT] or moves
     move = moves[chosen % len(moves)]
     note(str(move))
     ring.play(move)
@@ -80,8 +84,8 @@ def step(
 
 
 def come_to_rest(ring: Ring) -> None:
-    """All who live run on, callers time out, and say who is dead where nobody has a majority."""
-    for _ in range(4):
+    """All who live run on, callers time out, say who is dead where nobody has a majority, and have back who opens."""
+    for _ in range(4 + ring.limits.returns):
         ring.settle()
         for rank in ring.alive():
             if ring.face(rank).phase in (Phase.JOINED, Phase.OPEN):
@@ -94,7 +98,22 @@ def come_to_rest(ring: Ring) -> None:
                     if ring.face(rank).members >> other & 1 and ring.has_ended(other):
                         ring.gone(rank, other, Proof.EXCLUDED)
         ring.settle()
+        let_in(ring)
     ring.check()
+
+
+def let_in(ring: Ring) -> None:
+    """Callers have one back that opens; where nobody is left to, it gives up."""
+    for rank in ring.alive():
+        if ring.face(rank).outside:
+            inside = [q for q in ring.alive() if not ring.face(q).outside]
+            for q in inside:
+                if not ring.face(q).members >> rank & 1:
+                    ring.met(q, rank)
+            if not inside:
+                ring.expire(rank)
+            break
+    ring.settle()
 
 
 def check_rest(ring: Ring) -> None:
@@ -108,8 +127,10 @@ def check_rest(ring: Ring) -> None:
 @many
 @given(size=large_ring, data=st.data())
 def test_whatever_happens_in_two_epochs_those_who_are_left_go_on(size: tuple[int, int], data: st.DataObject) -> None:
-    """I-7, I-9, I-10, I-19: any order, duplicates, losses, a crash, a close, a wrong word, a stop that ends late."""
-    limits = Limits(migrations=2, crashes=1, closes=1, exclusions=1, duplicates=3, doubts=UNLIMITED, fifo=False)
+    """I-7, I-9, I-10, I-19: any order, duplicates, losses, a crash, a close, a wrong word, a stop that ends late,
+    and ranks that come back.
+    """
+    limits = Limits(2, crashes=1, closes=1, exclusions=1, duplicates=3, doubts=UNLIMITED, returns=2, fifo=False)
     ring = ring_of(*size, limits)
     stopped = data.draw(st.none() | st.integers(0, size[0] - 1))
     wakes = data.draw(st.integers(0, 100)) if stopped is not None else 0
@@ -130,8 +151,10 @@ def test_whatever_happens_in_two_epochs_those_who_are_left_go_on(size: tuple[int
 def test_any_order_of_messages_deaths_and_stops_comes_to_rest_and_is_usable(
     size: tuple[int, int], data: st.DataObject
 ) -> None:
-    """I-7, I-9, I-10, I-19: two crashes and two closes, nothing lost: the very next epoch completes."""
-    limits = Limits(migrations=3, crashes=2, closes=2, duplicates=2, doubts=UNLIMITED, fifo=False)
+    """I-7, I-9, I-10, I-19: two crashes and two closes, two come back, nothing lost: the very next epoch
+    completes.
+    """
+    limits = Limits(migrations=3, crashes=2, closes=2, duplicates=2, doubts=UNLIMITED, returns=2, fifo=False)
     ring = ring_of(*size, limits)
     stopped = data.draw(st.none() | st.integers(0, size[0] - 1))
     for number in range(data.draw(st.integers(0, 100))):

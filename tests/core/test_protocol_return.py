@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.protocol import Protocol
+from eplb_async.core.views import View
 from eplb_async.testing.explorer import explore
-from eplb_async.testing.ring import UNLIMITED, Limits, Ring
+from eplb_async.testing.ring import UNLIMITED, Limits, Ring, Violation
 
 START = 2
 
@@ -322,6 +323,21 @@ def test_a_proof_of_the_new_start_before_it_is_in_takes_the_word_back() -> None:
     assert ring.protocol(0).members == {0, 1}
 
 
+def test_a_member_that_closes_as_a_rank_comes_back_is_let_go() -> None:
+    """Who came back opens the next view, and was no member yet when LEAVE was said: it is said again."""
+    ring = without(3, 0)
+    all_met(ring, 0)
+    for _ in range(20):
+        if ring.face(1).members == 0b111:
+            break
+        source, to = next((s, t) for s in (1, 2) for t in (1, 2) if ring.queue(s, t))
+        ring.deliver(source, to)
+    ring.close(2)
+    check_whole(ring)
+    assert ring.face(2).phase is Phase.CLOSED
+    assert ring.protocol(0).members == {0, 1}
+
+
 def test_suspecting_a_member_looks_for_a_proof() -> None:
     """A ping at once; an answer clears it; who is no member is not suspected."""
     protocol = Protocol(rank=0, ep_size=3, num_layers=1, settle_timeout=1.0, ping_interval=1.0)
@@ -388,6 +404,22 @@ def test_every_schedule_of_a_return_is_safe_and_leads_back_to_rest(ep_size: int,
     print(f"{ep_size} ranks, rank {dead} has died, {limits}: {found}")
     assert found.exhaustive
     assert found.at_rest > 0
+
+
+def test_what_was_known_of_the_start_before_would_leave_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk sees a view that keeps the proofs of those who come back."""
+    install = View.install
+
+    def keep(view: View, term: int, members: int) -> int:
+        gone, newcomers = view.gone, install(view, term, members)
+        view.gone = gone
+        return newcomers
+
+    monkeypatch.setattr(View, "install", keep)
+    ring = without(3, 0)
+    ring.limits = Limits(migrations=0, crashes=1, returns=1)
+    with pytest.raises(Violation, match="I-9: no way back"):
+        explore(ring, max_states=20_000)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
