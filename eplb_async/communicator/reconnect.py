@@ -115,15 +115,28 @@ class Reconnector:
         self._met[rank] = intro
         self._stage = _ANSWER
         await introducer.meet(member)
-        driver.feed(events.Met(rank, start_of(member.incarnation)))
+        if member.peer.gone:  # met by an earlier call, and dead since: a view must not get it
+            self._stage = self._who_is_missing(rank)
+            raise HandshakeError(f"rank {rank}: the start that published this introduction has died")
         try:
-            await driver.until(lambda: rank in driver.protocol.members and rank not in driver.protocol.arriving)
+            while not self._is_back(rank):
+                was_in = rank in driver.protocol.members  # an earlier start may be, and dead
+                if not was_in:
+                    driver.feed(events.Met(rank, start_of(member.incarnation)))
+                await driver.until(lambda: self._is_back(rank) or (rank in driver.protocol.members) != was_in)
         finally:
             self._stage = self._who_is_missing(rank)
             driver.feed(events.Met(rank, 0))
 
+    def _is_back(self, rank: int) -> bool:
+        protocol = self._driver.protocol
+        return rank in protocol.members and rank not in protocol.arriving and rank not in protocol.gone
+
     def _who_is_missing(self, rank: int) -> str:
-        member, others = self._driver.roster.get(rank), sorted(self._driver.protocol.waiting_for - {rank})
+        protocol = self._driver.protocol
+        member, others = self._driver.roster.get(rank), sorted(protocol.waiting_for - {rank})
+        if rank in protocol.members & protocol.gone:
+            return f"a view without its start that died as it was let in; exclude({rank}) makes one"
         if member is not None and member.peer.gone:
             return "a newer start of it: the one that was met has died too"
         return f"ranks {others or 'of the view'} to call reconnect({rank}) too, and a view with it"

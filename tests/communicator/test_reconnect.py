@@ -336,6 +336,26 @@ def test_a_rank_that_dies_while_it_opens_may_start_a_third_time() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("ep_size", [2, 3])
+def test_a_start_that_has_died_since_it_was_met_is_not_let_in(ep_size: int) -> None:
+    """It opened, said Hello and gave up: its introduction is still there, and no view may get it."""
+
+    async def main() -> None:
+        async with LocalCluster(ring_of(ep_size), settings=SETTINGS) as cluster:
+            others = await lose(cluster, ep_size - 1)
+            with pytest.raises(HandshakeError):
+                await cluster.restart(ep_size - 1, timeout=1.0)
+            calls = asyncio.ensure_future(cluster.reconnect(ep_size - 1, ranks=others))
+            await asyncio.sleep(1.0)
+            assert not calls.done()
+            assert cluster.comms[0].health().members == tuple(others)
+            await cluster.restart(ep_size - 1)
+            assert set(await calls) == {None}
+            await check_whole(cluster, ring_of(ep_size, 1))
+
+    run(main())
+
+
 def test_a_survivor_that_dies_meanwhile_is_waited_for_no_more() -> None:
     """It had not called reconnect: the coordinator looks for it, and the rank comes back to those who live."""
 
