@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from eplb_async.communicator.meetings import Meetings, all_ended, slots_of
 from eplb_async.communicator.members import GENERATION_BITS, start_of
 from eplb_async.core import events
 from eplb_async.core.events import Phase
+from eplb_async.core.messages import DIGEST_BYTES, VERSION_BYTES
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import CommunicatorClosed, HandshakeError, PlacementError
@@ -25,6 +28,19 @@ from eplb_async.rendezvous.blob import Introduction
 
 _LOOKING = "a newer introduction of it: is it started again, and opening?"
 _ANSWER = "it to answer: it has published an introduction, and is dead, stopped, or does not reach this rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """A rank that was met again.
+
+    Attributes:
+        intro: What it said of itself.
+        version: Weight version of this rank then.
+    """
+
+    intro: Introduction
+    version: int
 
 
 class Reconnector:
@@ -58,8 +74,8 @@ class Reconnector:
         self._members = driver.protocol.members
         self._over: dict[int, int] = {}
         """By rank: its start that was a member and is out."""
-        self._met: dict[int, Introduction] = {}
-        """By rank: what it said of itself when it was met again."""
+        self._met: dict[int, Return] = {}
+        """By rank: what it said of itself when it was met again, and what that was to mean."""
         self._stage = ""
         driver.on_installed = self._installed
 
@@ -110,23 +126,41 @@ class Reconnector:
         driver, introducer = self._driver, self._introducer
         newer_than = ((self._over.get(rank, 0) + 1) << GENERATION_BITS) - 1
         intro = introducer.check(rank, blob, newer_than=newer_than)
-        self._returned(rank, intro)  # refuses now what could not be taken over later
+        met = Return(intro, self._current()[1])
+        placement = self._returned(rank, met)  # refuses now what could not be taken over later
+        digest = blake2b(placement.digest() + met.version.to_bytes(VERSION_BYTES), digest_size=DIGEST_BYTES).digest()
         member = introducer.admit(rank, blob, self._meetings.endpoint(), newer_than=newer_than)
-        self._met[rank] = intro
+        self._met[rank] = met
         self._stage = _ANSWER
         await introducer.meet(member)
-        driver.feed(events.Met(rank, start_of(member.incarnation)))
+        if member.peer.gone:  # met by an earlier call, and dead since: a view must not get it
+            self._stage = self._who_is_missing(rank)
+            raise HandshakeError(f"rank {rank}: the start that published this introduction has died")
+        protocol = driver.protocol
         try:
-            await driver.until(lambda: rank in driver.protocol.members and rank not in driver.protocol.arriving)
+            while not self._is_back(rank):  # an earlier start may be in, and dead, until a view has lost it
+                driver.feed(events.Met(rank, start_of(member.incarnation), digest))
+                await driver.until(lambda: rank in protocol.members)
+                await driver.until(lambda: self._is_back(rank) or rank not in protocol.members)
         finally:
             self._stage = self._who_is_missing(rank)
             driver.feed(events.Met(rank, 0))
 
+    def _is_back(self, rank: int) -> bool:
+        protocol = self._driver.protocol
+        return rank in protocol.members and rank not in protocol.arriving and rank not in protocol.gone
+
     def _who_is_missing(self, rank: int) -> str:
-        member, others = self._driver.roster.get(rank), sorted(self._driver.protocol.waiting_for - {rank})
+        protocol = self._driver.protocol
+        member, others = self._driver.roster.get(rank), sorted(protocol.waiting_for - {rank})
+        if rank in protocol.members & protocol.gone:
+            return f"a view without its start that died as it was let in; exclude({rank}) makes one"
         if member is not None and member.peer.gone:
             return "a newer start of it: the one that was met has died too"
-        return f"ranks {others or 'of the view'} to call reconnect({rank}) too, and a view with it"
+        return (
+            f"ranks {others or 'of the view'} to call reconnect({rank}) too, with the same placement and weight "
+            f"version ({self._current()[1]}) as this one, and a view with it"
+        )
 
     def _installed(self, members: frozenset[int]) -> None:
         """A new view: note who is out, and take over what those hold who came."""
@@ -137,9 +171,9 @@ class Reconnector:
             if member is not None and driver.opened:  # else this rank comes back, and whom it met may open, too
                 self._over[rank] = start_of(member.incarnation)
         for rank in members - before:
-            if (intro := self._met.pop(rank, None)) is not None:
+            if (met := self._met.pop(rank, None)) is not None:
                 try:
-                    self._adopt(self._returned(rank, intro), self._current()[1])
+                    self._adopt(self._returned(rank, met), self._current()[1])
                 except HandshakeError as error:  # refused when it was met, unless the placement has changed since
                     self._engine.loop.call_soon(driver.break_off, str(error))
         for rank in members:
@@ -147,16 +181,19 @@ class Reconnector:
             if member is not None and member.peer.gone:  # its proof may have come before it was a member
                 self._engine.loop.call_soon(driver.lost, member.peer.name)
 
-    def _returned(self, rank: int, intro: Introduction) -> Placement:
-        """The placement with a rank back that says what it holds; nothing, if its weights are of another version.
+    def _returned(self, rank: int, met: Return) -> Placement:
+        """The placement with a rank back that says what it holds; nothing, if its weights were of another version.
+
+        Which version counts is the one of then, and all members have said the same one: this rank's own may have
+        begun to update its weights since.
 
         Raises:
             HandshakeError: What it says is no placement, or would leave an expert without a copy.
         """
-        placement, version = self._current()
+        placement, _ = self._current()
         try:
-            claim = slots_of(intro, placement, placement.num_local_experts)
-            return placement.with_rank(rank, claim if intro.version == version else np.full_like(claim, -1))
+            claim = slots_of(met.intro, placement, placement.num_local_experts)
+            return placement.with_rank(rank, claim if met.intro.version == met.version else np.full_like(claim, -1))
         except PlacementError as error:
             raise HandshakeError(f"rank {rank} cannot come back with what it says its slots hold: {error}") from error
 

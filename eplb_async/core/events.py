@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from eplb_async.core.messages import Digests, Message, Steps
+from eplb_async.core.messages import DIGEST_BYTES, Digests, Message, Steps
 
 
 class Phase(Enum):
@@ -88,10 +88,14 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The caller wants ``rank`` back, and this rank has met that start of it; 0 takes that back (rule 12)."""
+    """The caller wants ``rank`` back, and this rank has met that start of it; 0 takes that back (rule 12).
+
+    ``digest`` is of what this rank will hold true with that rank back.
+    """
 
     rank: int
     start: int
+    digest: bytes = bytes(DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

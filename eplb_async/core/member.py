@@ -10,7 +10,7 @@ from eplb_async.core.coordinator import Coordinator
 from eplb_async.core.events import Command, Phase
 from eplb_async.core.messages import Message
 from eplb_async.core.participant import Participant
-from eplb_async.core.returns import Returns
+from eplb_async.core.returns import NOT_MET, Meeting, Returns
 from eplb_async.core.views import Change, Contradiction, Ignored, Superseded, View, bit, clip, each, names
 
 
@@ -210,6 +210,8 @@ class Member:
         # An epoch that any member of the new view has begun ends; one that none has may be made again by all.
         again = not part.begun and part.asked is None and not leaves and message.epoch <= part.last_epoch
         self._finish(-1, clip(reason), again=again)
+        if view.outside:  # of the last epoch it knows what the view says, like those who were in it
+            part.last_epoch, part.last_upto, part.last_at = message.epoch, message.upto, message.at
         view.install(message.term, message.members)
         self._install_message = replace(message, sender=self.rank)
         self._returns.installed(view.members)
@@ -286,28 +288,28 @@ class Member:
     def _on_met(self, message: messages.Met) -> None:
         if self._view.coordinator != self.rank:
             raise Ignored("foreign")
-        if not self._returns.hear(message.sender, message.rank, message.start):
+        if not self._returns.hear(message.sender, message.rank, Meeting(message.start, message.digest)):
             raise Ignored("duplicate")
         self._try_view()
 
-    def _met(self, rank: int, start: int) -> None:
+    def _met(self, rank: int, met: Meeting) -> None:
         """Rule 12: whom this rank has met again, or waits for no more."""
         view, returns = self._view, self._returns
-        if self._over or view.members & bit(rank) or returns.own.get(rank, 0) == start:
+        if self._over or view.members & bit(rank) or returns.own.get(rank, NOT_MET) == met:
             return
-        returns.want(rank, start)
+        returns.want(rank, met)
         if view.settled:
-            self._send(view.coordinator, self._met_message(rank, start))
+            self._send(view.coordinator, self._met_message(rank, met))
 
     def _say_met(self) -> None:
         """Says again whom it has met: the coordinator may be new, or the message lost."""
         view = self._view
         if view.settled:
-            for rank, start in tuple(self._returns.own.items()):
-                self._send(view.coordinator, self._met_message(rank, start))
+            for rank, met in tuple(self._returns.own.items()):
+                self._send(view.coordinator, self._met_message(rank, met))
 
-    def _met_message(self, rank: int, start: int) -> messages.Met:
-        return messages.Met(term=self._view.installed, sender=self.rank, rank=rank, start=start)
+    def _met_message(self, rank: int, met: Meeting) -> messages.Met:
+        return messages.Met(term=self._view.installed, sender=self.rank, rank=rank, start=met.start, digest=met.digest)
 
     def _heard_of(self, message: Message) -> None:
         """A member speaks: in this view, or before it has heard of it."""

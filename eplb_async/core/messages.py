@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 VERSION_BYTES = 8
+DIGEST_BYTES = 16
 Digests = tuple[bytes, bytes, bytes]
 Steps = tuple[int, ...]
 
@@ -193,10 +194,13 @@ class Met(Message):
     Attributes:
         rank: The rank that is to come back.
         start: Its start that the sender has met; 0 takes an earlier word back.
+        digest: Of what the sender will hold true with that rank back: placement and weight version. All members
+            must say the same, or they would be of different minds in the view that has it.
     """
 
     rank: int
     start: int
+    digest: bytes = bytes(DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,9 +34,10 @@ A member is gone:
 A rank is back:
 
 12. Who wants a rank back, and has met its new start, says so (MET), and says it again with its pings. When all
-    members have met the same start, and none is gone or leaves, the coordinator opens a term, and its INSTALL has
-    that rank in addition; one rank at a time. Until then the rank only answers. All members tell it of the view,
-    in case the opener died first, and no migration is begun before it has spoken in the view.
+    members have met the same start, mean the same by having it back, and none is gone or leaves, the coordinator
+    opens a term, and its INSTALL has that rank in addition; one rank at a time. Until then the rank only answers.
+    All members tell it of the view, in case the opener died first, and no migration is begun before it has spoken
+    in the view.
 
 Upheld here: I-6 (COMMIT before a row changes), I-7 (one end for all), I-8 (what is stale or impossible is
 counted and dropped), I-9 (every attempt ends idle or in doubt), I-10 (giving up always works), I-19 (nothing
@@ -59,6 +60,7 @@ from eplb_async.core import events, messages
 from eplb_async.core.events import Command, Event, Phase, Proof
 from eplb_async.core.member import Member
 from eplb_async.core.messages import Message, Steps
+from eplb_async.core.returns import NOT_MET, Meeting
 from eplb_async.core.transitions import check_move
 from eplb_async.core.views import Contradiction, Ignored, bit, clip, each, names
 
@@ -129,9 +131,9 @@ class Protocol(Member):
                 self._gone(rank, proof)
             case events.Suspect(rank):
                 self._suspect(rank)
-            case events.Met(rank, start):
+            case events.Met(rank, start, digest):
                 self._check_other(rank)
-                self._met(rank, start)
+                self._met(rank, Meeting(start, digest))
             case events.Returning():
                 self._view.outside = self._view.installed == 0
             case events.Close():
@@ -325,7 +327,7 @@ class Protocol(Member):
         self._check_other(rank)
         if self._over:
             return
-        self._met(rank, 0)
+        self._met(rank, NOT_MET)
         known = (view.gone, view.declared, view.leaving)
         view.gone |= bit(rank)
         view.suspects &= ~bit(rank)

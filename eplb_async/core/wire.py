@@ -250,7 +250,7 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
             "last_attempt": counter,
         },
         messages.Install: {"members": ranks, "upto": upto, "at": steps, "next_epoch": counter},
-        messages.Met: {"rank": _number(_U32, "rank", ep_size - 1), "start": counter},
+        messages.Met: {"rank": _number(_U32, "rank", ep_size - 1), "start": counter, "digest": _DIGEST},
     }
     return {make: (kind, list(bodies.get(make, {}).items())) for kind, make in enumerate(_KINDS)}
 
@@ -323,10 +323,17 @@ def _text(most: int) -> _Form:
     return _Form(pack, read, _U16.size + most)
 
 
+def _pack_digest(value: bytes) -> bytes:
+    if len(value) != DIGEST_SIZE:
+        raise WireError("range", f"a digest has {DIGEST_SIZE} bytes")
+    return value
+
+
 def _pack_digests(value: tuple[bytes, ...]) -> bytes:
     if len(value) != 3 or any(len(digest) != DIGEST_SIZE for digest in value):
         raise WireError("range", f"a JOIN carries three digests of {DIGEST_SIZE} bytes")
     return b"".join(value)
 
 
+_DIGEST = _Form(_pack_digest, lambda reader: reader.take(DIGEST_SIZE), DIGEST_SIZE)
 _DIGESTS = _Form(_pack_digests, lambda reader: tuple(reader.take(DIGEST_SIZE) for _ in range(3)), 3 * DIGEST_SIZE)

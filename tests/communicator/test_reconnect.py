@@ -155,6 +155,84 @@ def test_of_another_weight_version_its_slots_come_in_empty() -> None:
     run(main())
 
 
+async def update(cluster: LocalCluster, rank: int, version: int) -> None:
+    """A rank's owner writes all layers anew."""
+    async with cluster.comms[rank].updating_weights(version=version) as placement:
+        cluster.rows[rank].generations = [version] * placement.num_layers
+        cluster.rows[rank].fill(placement)
+
+
+def test_ranks_of_unlike_weight_versions_do_not_have_it_back_differently() -> None:
+    """A death amid a rolling update: the view waits until all say the same of its slots, and the error says so."""
+
+    async def main() -> None:
+        async with LocalCluster(ring_of(3), settings=SETTINGS) as cluster:
+            others = await lose(cluster, 2)
+            await update(cluster, 0, 1)
+            opening = asyncio.ensure_future(cluster.restart(2))
+            for rank, error in zip(others, await cluster.reconnect(2, timeout=2.0), strict=True):
+                assert isinstance(error, HandshakeError)
+                assert f"weight version ({1 - rank})" in str(error)
+            assert not opening.done()
+            await update(cluster, 1, 1)
+            assert set(await cluster.reconnect(2)) == {None}
+            await opening
+            cluster.rows[2].generations = [1, 1]
+            assert [comm.health().weight_version for comm in cluster.comms] == [1, 1, 1]
+            await check_whole(cluster, ring_of(3, 1))
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(1, 60, 3))
+def test_an_update_right_after_a_reconnect_was_cut_off_changes_nothing_of_what_was_agreed(turns: int) -> None:
+    """The view may have been made all the same: what the rank's slots hold was said before the update."""
+    fabric = MemoryFabric(latency=0.001)
+
+    async def main() -> None:
+        async with LocalCluster(ring_of(3), settings=SETTINGS, fabric=fabric) as cluster:
+            others = await lose(cluster, 2)
+            opening = asyncio.ensure_future(cluster.restart(2))
+            await asyncio.sleep(1.0)
+            calls = [asyncio.ensure_future(cluster.comms[rank].reconnect(2)) for rank in others]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            calls[1].cancel()
+            await update(cluster, 1, 1)
+            await asyncio.sleep(1.0)
+            if not opening.done():
+                calls[0].cancel()
+                await asyncio.wait([calls[0]])
+                await update(cluster, 0, 1)
+                assert set(await cluster.reconnect(2)) == {None}
+            else:
+                await update(cluster, 0, 1)
+            await opening
+            if cluster.comms[2].health().weight_version == 0:
+                await update(cluster, 2, 1)
+            cluster.rows[2].generations = [1, 1]
+            await check_whole(cluster, ring_of(3, 1))
+
+    run(main())
+
+
+def test_one_that_is_back_takes_part_when_a_migration_is_made_again() -> None:
+    """It was in no epoch yet: where no rank has begun the one that a new view ends, it too makes it again."""
+
+    async def main() -> None:
+        async with LocalCluster(ring_of(4), settings=SETTINGS) as cluster:
+            assert reports(await cluster.migrate(ring_of(4, 1)))
+            await lose(cluster, 2)
+            await back(cluster, 2, ring_of(4, 1))
+            migrating = asyncio.ensure_future(cluster.migrate(ring_of(4, 2, empty=3), ranks=[0, 1, 2]))
+            await asyncio.sleep(0.05)
+            cluster.kill(3)
+            results = await migrating
+            assert reports(results), results
+
+    run(main())
+
+
 def test_an_expert_that_would_be_left_without_a_copy_is_said_and_nothing_changes() -> None:
     """The only copies were on it, and it says that it holds nothing: refused, and with them it is let in."""
     old = Placement([[0, 1, 2, 3, 4, 5]], ep_size=3)
@@ -332,6 +410,26 @@ def test_a_rank_that_dies_while_it_opens_may_start_a_third_time() -> None:
             await back(cluster, 2, ring_of(3, 1))
             assert others == [0, 1]
             await check_whole(cluster, ring_of(3, 2))
+
+    run(main())
+
+
+@pytest.mark.parametrize("ep_size", [2, 3])
+def test_a_start_that_has_died_since_it_was_met_is_not_let_in(ep_size: int) -> None:
+    """It opened, said Hello and gave up: its introduction is still there, and no view may get it."""
+
+    async def main() -> None:
+        async with LocalCluster(ring_of(ep_size), settings=SETTINGS) as cluster:
+            others = await lose(cluster, ep_size - 1)
+            with pytest.raises(HandshakeError):
+                await cluster.restart(ep_size - 1, timeout=1.0)
+            calls = asyncio.ensure_future(cluster.reconnect(ep_size - 1, ranks=others))
+            await asyncio.sleep(1.0)
+            assert not calls.done()
+            assert cluster.comms[0].health().members == tuple(others)
+            await cluster.restart(ep_size - 1)
+            assert set(await calls) == {None}
+            await check_whole(cluster, ring_of(ep_size, 1))
 
     run(main())
 

@@ -36,6 +36,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sender": st.integers(0, RANKS - 1),
     "rank": st.integers(0, RANKS - 1),
     "start": counter,
+    "digest": digest,
     "sender_incarnation": incarnation,
     "receiver_incarnation": incarnation,
     "blob": st.binary(max_size=300),
