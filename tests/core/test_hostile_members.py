@@ -48,6 +48,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "blob": st.just(b"blob"),
     "rank": st.integers(0, RANKS - 1),
     "start": counter,
+    "digest": st.sampled_from([bytes(16), b"x" * 16]),
 }
 KINDS = [kind for kind in Message.__subclasses__() if kind is not messages.Introduce]
 
