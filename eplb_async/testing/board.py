@@ -271,5 +271,5 @@ def _face(protocol: Protocol) -> Face:
         may_vote=protocol._view.accepts(protocol.term),
         outside=protocol.outside,
         arriving=sum(1 << r for r in protocol.arriving - protocol.gone),
-        wants=dict(protocol._returns.own),
+        wants={rank: met.start for rank, met in protocol._returns.own.items()},
     )
