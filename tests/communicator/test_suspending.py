@@ -318,6 +318,8 @@ def test_suspending_waits_no_longer_than_it_may() -> None:
                 await cluster.comms[1].suspend(timeout=0.1)
             with pytest.raises(MigrationInDoubt):
                 await cluster.comms[1].suspend(timeout=2.0)
+            with pytest.raises(MigrationInDoubt, match="rebind not begun"):
+                await cluster.comms[1].rebind(timeout=2.0)
             assert registered(cluster.fabric, 1) > 0
             cluster.resume(0)
             await running
