@@ -204,7 +204,8 @@ class AsyncEplbCommunicator:
         rank. Allowed while suspended.
 
         Raised, or cancelled, inside or while leaving: what the rows of ``layers`` hold is not known. The version
-        stays, and ``migrate`` raises `WeightsError` until these layers were written in an update that ended well.
+        stays, and ``migrate`` raises `WeightsError` until these layers were written in an update that ended well. A
+        cancel that comes when all is done changes nothing of that: ``health()`` says which version this rank has.
         Cancelled or timed out while entering: nothing has changed, but the migration may have been ended.
 
         Args:
@@ -235,7 +236,6 @@ class AsyncEplbCommunicator:
                 yield self._session.placement
                 await self._take_moved()
                 await self._engine.run(lambda: owner.end_update(chosen, number))
-                owner.half_written -= chosen
             finally:
                 with contextlib.suppress(CommunicatorClosed):
                     self._engine.post(owner.release)

@@ -375,6 +375,31 @@ def test_storage_that_moved_in_an_update_is_registered_anew() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("turns", range(12))
+def test_version_and_half_written_layers_go_together_whenever_leaving_is_cancelled(turns: int) -> None:
+    """Either it had ended well when the cancel came, or the version stays: an update done again counts once."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD, settings=settings("identity")) as cluster:
+            comm, left = cluster.comms[0], asyncio.Event()
+
+            async def write() -> None:
+                async with comm.updating_weights():
+                    left.set()
+
+            task = asyncio.ensure_future(write())
+            await left.wait()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await asyncio.sleep(0.1)
+            said = comm.health().weight_version, comm.health().half_written
+            assert said in ((0, (0, 1, 2)), (1, ()))
+
+    run(main())
+
+
 @pytest.mark.asyncio
 async def test_storage_that_moved_is_registered_though_leaving_is_cancelled() -> None:
     """The cancel overtakes it on the engine loop: else the next update takes it for registered, and peers read dust."""
