@@ -185,10 +185,11 @@ class Driver:
     # ------------------------------------------------------------------------------------------- attempt
     @property
     def settled(self) -> bool:
-        """Whether nothing of an earlier attempt is under way, and the view is whole."""
-        return self.attempt is None and (
-            bool(self.over) or (self.protocol.phase is Phase.IDLE and not self.protocol.view_changing)
-        )
+        """Whether nothing of an earlier attempt is under way, and the view is whole; a rank that closes is when over."""
+        protocol = self.protocol
+        closing = self.identity.rank in protocol.leaving
+        idle = protocol.phase is Phase.IDLE and not protocol.view_changing and not closing
+        return self.attempt is None and (bool(self.over) or idle)
 
     def begin(self, attempt: Attempt, digests: messages.Digests) -> None:
         """Send JOIN for an attempt."""

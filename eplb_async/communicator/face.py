@@ -168,7 +168,7 @@ class AsyncEplbCommunicator:
             loader = None if load_expert is None else Loader(load_expert, self._engine)
             return await self._engine.run(lambda: session.migrate(placement, limit, loader))
 
-    async def rebind(self) -> None:
+    async def rebind(self, *, timeout: float | None = None) -> None:
         """Register the weights as they are now, after a reload moved their storage.
 
         Call it outside migrations; the bytes in the rows must be those of the current placement.
@@ -176,11 +176,17 @@ class AsyncEplbCommunicator:
         Cancelled: either nothing has changed, and ``migrate`` says to rebind, or it goes on in the background and the
         next ``migrate`` waits for it. Calling it again is right in both cases.
 
+        Args:
+            timeout: Seconds to wait until an earlier migration has settled; default ``settings.migrate_timeout``.
+
         Raises:
+            MigrationTimeout: It did not settle in time; ``MigrationInDoubt``: nor can it be known how it ends.
+                Nothing has changed then.
             WeightsError: A tensor cannot be moved; nothing has changed then.
         """
+        limit = seconds(timeout, self._session.settings.migrate_timeout)
         with self._doing("rebind"):
-            await self._engine.run(self._session.settled)
+            await self._engine.run(lambda: self._session.settled_within(limit, "rebind"))
             self._weights.rebind()  # the caller's callable runs on the caller's loop
             # From here on a cancel must not keep them from being registered: peers would read what was left.
             await self._engine.run(self._session.rebind, detach=True)
@@ -198,7 +204,8 @@ class AsyncEplbCommunicator:
         rank. Allowed while suspended.
 
         Raised, or cancelled, inside or while leaving: what the rows of ``layers`` hold is not known. The version
-        stays, and ``migrate`` raises `WeightsError` until these layers were written in an update that ended well.
+        stays, and ``migrate`` raises `WeightsError` until these layers were written in an update that ended well. A
+        cancel that comes when all is done changes nothing of that: ``health()`` says which version this rank has.
         Cancelled or timed out while entering: nothing has changed, but the migration may have been ended.
 
         Args:
@@ -229,7 +236,6 @@ class AsyncEplbCommunicator:
                 yield self._session.placement
                 await self._take_moved()
                 await self._engine.run(lambda: owner.end_update(chosen, number))
-                owner.half_written -= chosen
             finally:
                 with contextlib.suppress(CommunicatorClosed):
                     self._engine.post(owner.release)
@@ -383,7 +389,7 @@ class AsyncEplbCommunicator:
             self._weights.moved()
         except WeightsError:
             self._weights.rebind()
-            await self._engine.run(self._session.rebind)
+            await self._engine.run(self._session.rebind, detach=True)  # as in rebind()
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Owner:
 
     Attributes:
         suspended: Whether the memory of weights and staging is let go of, or being let go of.
-        half_written: Layers whose update did not end well. Set on the user's loop.
+        half_written: Layers whose update did not end well; the user's loop adds to it before they are written.
     """
 
     def __init__(
@@ -119,11 +119,13 @@ class Owner:
     async def end_update(self, layers: Iterable[int], version: int | None) -> None:
         """These layers were rewritten: digest them, and let every entry say the new version."""
         session = self._session
-        self._undigested |= set(layers)
+        written = frozenset(layers)
+        self._undigested |= written
         if not self.suspended:
             await self._digest()
         session.version = session.version + 1 if version is None else version
         self.write_entries()
+        self.half_written -= written
 
     def release(self) -> None:
         """The owner's update is over, well or not."""

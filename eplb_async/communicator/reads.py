@@ -155,6 +155,16 @@ class Reads:
         now = self._engine.loop.time()
         experts = tuple(job.moves[i].expert for i in sorted(set(batch.move.tolist())))
         try:
+            if source.peer.bare:  # its word that it wants out of the epoch is slower than its new agent's
+                raise NixlTransferFailed(
+                    "that rank has let go of its memory: it is suspended; migrate again when it has resumed",
+                    peer=source.peer.name,
+                    rank=source.rank,
+                    layer=job.layer,
+                    experts=experts,
+                    nbytes=batch.nbytes,
+                    phase="make",
+                )
             transfer = self._endpoint.post(
                 local,
                 remote,

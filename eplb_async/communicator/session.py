@@ -233,6 +233,18 @@ class Session:
         await self.driver.until(lambda: self.driver.settled)
         self._check_open()
 
+    async def settled_within(self, timeout: float, what: str) -> None:
+        """As :meth:`settled`, for ``what``, which is then not begun.
+
+        Raises:
+            MigrationTimeout: It takes longer; ``MigrationInDoubt``: and it is not known how it ends.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self.settled()
+        except TimeoutError:
+            raise self.unsettled(what, timeout) from None
+
     async def rebind(self) -> None:
         """Register the tensors as the weights say they are now; peers are introduced to a new incarnation."""
         self._check_open()

@@ -33,6 +33,11 @@ class Peer:
         except KeyError:
             raise KeyError(f"peer {self.name} has no region {name!r}, only {sorted(self._regions)}") from None
 
+    @property
+    def bare(self) -> bool:
+        """Whether it has no memory that could be read, only messages."""
+        return not self._regions
+
     def __repr__(self) -> str:
         return f"<Peer {self.name!r}{' (gone)' if self.gone else ''}>"
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from eplb_async.communicator import MigrationReport
+from eplb_async.core import events
 from eplb_async.core.placement import Placement
-from eplb_async.errors import CommunicatorClosed, EplbError, WeightsError
+from eplb_async.errors import CommunicatorClosed, EplbError, MigrationAborted, WeightsError
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, Life, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
@@ -293,5 +294,29 @@ def test_a_cancelled_rebind_is_done_or_is_still_to_be_done(turns: int) -> None:
             assert all(isinstance(result, MigrationReport) for result in results), results
             assert cluster.wrong_bytes() == 0
             assert all((memory == 0x77).all() for memory in left)
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_migration_that_has_not_begun_when_a_close_waits_for_a_view_says_closed(turns: int) -> None:
+    """The view that lets it leave cannot come: two of four are dead, and who would open it is stopped."""
+    placement = Placement([[0, 1, 2, 3]] * 2, ep_size=4)
+
+    async def main() -> None:
+        async with LocalCluster(placement, settings=replace(ONE_LAYER, close_timeout=1.0)) as cluster:
+            comm = cluster.comms[3]
+            cluster.stop(0)
+            for dead in (1, 2):
+                cluster.kill(dead)
+                comm._session.driver.feed(events.Suspect(dead))
+            await asyncio.sleep(2.0)
+            migrating = asyncio.ensure_future(comm.migrate(placement, timeout=5.0))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await comm.aclose()
+            with pytest.raises((CommunicatorClosed, MigrationAborted)):
+                await migrating
+            cluster.resume(0)
 
     run(main())

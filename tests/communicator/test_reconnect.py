@@ -198,6 +198,7 @@ def test_an_update_right_after_a_reconnect_was_cut_off_changes_nothing_of_what_w
             for _ in range(turns):
                 await asyncio.sleep(0)
             calls[1].cancel()
+            await asyncio.wait([calls[1]])
             await update(cluster, 1, 1)
             await asyncio.sleep(1.0)
             if not opening.done():

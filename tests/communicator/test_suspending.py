@@ -186,6 +186,24 @@ def test_suspending_ends_the_migration_that_runs(victim: int) -> None:
     assert fabric.open_handles == 0
 
 
+@pytest.mark.parametrize("after", [0.001 * n for n in range(1, 30, 2)])
+def test_a_reader_says_that_its_source_is_suspended(after: float) -> None:
+    """BEGIN overtaken by the source's new agent without memory: the error is one of a transfer, and names the rank."""
+
+    async def main() -> None:
+        async with LocalCluster(THREE, settings=settings(), fabric=MemoryFabric(latency=0.01)) as cluster:
+            migrating = asyncio.ensure_future(cluster.migrate(OTHER, timeout=3.0))
+            await asyncio.sleep(after)
+            suspending = asyncio.ensure_future(cluster.comms[2].suspend())
+            for result in await migrating:
+                assert isinstance(result, MigrationAborted | NixlTransferFailed | CommunicatorBusy), result
+            await suspending
+            await cluster.comms[2].resume()
+            await migrates(cluster, OTHER)
+
+    run(main())
+
+
 @pytest.mark.parametrize("limit", [0.05, 0.3, 5.0])
 @pytest.mark.parametrize("wait", [0.0, 0.0001, 0.001, 0.2, 0.51, 0.7])
 def test_suspending_while_a_migration_makes_room(wait: float, limit: float) -> None:
@@ -300,6 +318,8 @@ def test_suspending_waits_no_longer_than_it_may() -> None:
                 await cluster.comms[1].suspend(timeout=0.1)
             with pytest.raises(MigrationInDoubt):
                 await cluster.comms[1].suspend(timeout=2.0)
+            with pytest.raises(MigrationInDoubt, match="rebind not begun"):
+                await cluster.comms[1].rebind(timeout=2.0)
             assert registered(cluster.fabric, 1) > 0
             cluster.resume(0)
             await running

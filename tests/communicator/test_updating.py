@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from eplb_async.communicator import MigrationReport
+from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
 from eplb_async.core.placement import Placement
+from eplb_async.engine import Engine
 from eplb_async.errors import (
     CommunicatorBusy,
     CommunicatorClosed,
@@ -26,7 +29,7 @@ from eplb_async.errors import (
 )
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
-from eplb_async.testing.cluster import LocalCluster
+from eplb_async.testing.cluster import LocalCluster, MemoryRendezvous
 from eplb_async.testing.placements import random_placement
 
 OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
@@ -370,6 +373,72 @@ def test_storage_that_moved_in_an_update_is_registered_anew() -> None:
             await migrates(cluster, NEW)
 
     run(main())
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_version_and_half_written_layers_go_together_whenever_leaving_is_cancelled(turns: int) -> None:
+    """Either it had ended well when the cancel came, or the version stays: an update done again counts once."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD, settings=settings("identity")) as cluster:
+            comm, left = cluster.comms[0], asyncio.Event()
+
+            async def write() -> None:
+                async with comm.updating_weights():
+                    left.set()
+
+            task = asyncio.ensure_future(write())
+            await left.wait()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await asyncio.sleep(0.1)
+            said = comm.health().weight_version, comm.health().half_written
+            assert said in ((0, (0, 1, 2)), (1, ()))
+
+    run(main())
+
+
+@pytest.mark.asyncio
+async def test_storage_that_moved_is_registered_though_leaving_is_cancelled() -> None:
+    """The cancel overtakes it on the engine loop: else the next update takes it for registered, and peers read dust."""
+    engine, fabric = Engine("test updating"), MemoryFabric(clock=time.monotonic)
+    weights = [[torch.zeros(4, 64, dtype=torch.uint8)]]
+    leaving: asyncio.Task[None]
+    moved = False
+
+    def source() -> list[list[torch.Tensor]]:
+        if moved and not leaving.cancelling():
+            engine.post(lambda: time.sleep(0.1))
+            leaving.cancel()
+        return weights
+
+    async def move() -> None:
+        nonlocal moved
+        async with comm.updating_weights():
+            weights[0][0] = weights[0][0].clone()
+            moved = True
+
+    comm = await AsyncEplbCommunicator.open(
+        rank=0,
+        ep_size=1,
+        weights=source,
+        placement=Placement([[0, 1, 2, 3]], ep_size=1),
+        rendezvous=MemoryRendezvous(),
+        settings=settings(),
+        engine=engine,
+        native=fabric.native,
+    )
+    leaving = asyncio.create_task(move())
+    await asyncio.wait([leaving])
+    assert leaving.cancelled()
+    async with comm.updating_weights():
+        pass
+    (agent,) = (agent for agent in fabric.agents.values() if not agent.destroyed)
+    assert weights[0][0].data_ptr() in {address for address, _ in agent._registered.values()}
+    await comm.aclose()
+    await engine.astop()
 
 
 # ------------------------------------------------------------------------------------------------------- digests
