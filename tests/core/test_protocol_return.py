@@ -181,7 +181,6 @@ def test_a_late_or_repeated_word_moves_nothing() -> None:
 def test_members_that_mean_different_things_by_it_do_not_have_it_back() -> None:
     """Else they would be of different minds on where the experts are; it comes in when all say the same."""
     ring = without(3, 2)
-<<<<<<< HEAD
     protocols = [ring.protocol(rank) for rank in (0, 1)]  # copies: what they are told, the ring does not know
     for rank, digest in ((0, b"a" * 16), (1, b"b" * 16)):
         for command in protocols[rank].handle(events.Met(2, START, digest), 0.0):
@@ -193,15 +192,6 @@ def test_members_that_mean_different_things_by_it_do_not_have_it_back() -> None:
     assert isinstance(said, events.Send)
     protocols[0].handle(events.Received(said.message), 0.0)
     assert protocols[0].view_changing
-=======
-    coordinator, other = ring.protocol(0), ring.protocol(1)
-    coordinator.handle(events.Met(2, START, b"a" * 16), 0.0)
-    for digest, agree in ((b"b" * 16, False), (b"a" * 16, True)):
-        (said,) = other.handle(events.Met(2, START, digest), 0.0)
-        assert isinstance(said, events.Send)
-        coordinator.handle(events.Received(said.message), 0.0)
-        assert coordinator.view_changing == agree
->>>>>>> wip-review
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2, 3])
