@@ -16,19 +16,21 @@ from eplb_async.testing.ring import UNLIMITED, Limits, Ring, Violation
 START = 2
 
 
+def die(ring: Ring, rank: int) -> None:
+    """A rank dies, and the others go on without it, by a caller's word where they are no majority."""
+    ring.crash(rank)
+    ring.settle()
+    for other in ring.alive():
+        if not ring.face(other).has_majority:
+            ring.gone(other, rank, Proof.EXCLUDED)
+    ring.settle()
+
+
 def without(ep_size: int, *dead: int) -> Ring:
     """A ring that goes on without some ranks, which have started again and are outside."""
     ring = Ring(ep_size, 2, pings=True)
     for rank in dead:
-        ring.crash(rank)
-        if not ring.face(next(iter(ring.alive()))).has_majority:
-            for other in ring.alive():
-                ring.gone(other, rank, Proof.EXCLUDED)
-        ring.settle()
-        for other in ring.alive():
-            if not ring.face(other).has_majority:
-                ring.gone(other, rank, Proof.EXCLUDED)
-        ring.settle()
+        die(ring, rank)
     members = sum(1 << rank for rank in ring.alive())
     assert all(ring.face(rank).members == members for rank in ring.alive())
     for rank in dead:
@@ -410,16 +412,32 @@ def test_any_lost_message_of_a_view_change_is_made_good(dead: int | None, lost: 
 def test_every_schedule_of_a_return_is_safe_and_leads_back_to_rest(ep_size: int, dead: int, limits: Limits) -> None:
     """I-7, I-9, I-19: a rank has died (the first of the crashes); it starts again, is met, others die, all migrate."""
     ring = Ring(ep_size, 1, limits=limits, pings=True)
-    ring.crash(dead)
-    ring.settle()
-    for rank in ring.alive():
-        if not ring.face(rank).has_majority:
-            ring.gone(rank, dead, Proof.EXCLUDED)
-    ring.settle()
+    die(ring, dead)
     found = explore(ring, max_states=200_000)
     print(f"{ep_size} ranks, rank {dead} has died, {limits}: {found}")
     assert found.exhaustive
     assert found.at_rest > 0
+
+
+@pytest.mark.model
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("num_layers", "dead", "limits"),
+    [
+        (1, None, Limits(crashes=1, returns=1)),
+        (1, 0, Limits(crashes=1, returns=1, fifo=False)),
+        (2, 0, Limits(crashes=1, returns=1)),
+    ],
+    ids=["3x1 dies at any moment", "3x1 any order", "3x2"],
+)
+def test_every_schedule_of_a_return_in_larger_rings(num_layers: int, dead: int | None, limits: Limits) -> None:
+    """I-7, I-9, I-19, as above."""
+    ring = Ring(3, num_layers, limits=limits, pings=True)
+    if dead is not None:
+        die(ring, dead)
+    found = explore(ring, max_states=20_000_000)
+    print(f"3 ranks, {num_layers} layers, rank {dead} has died, {limits}: {found}")
+    assert found.exhaustive
 
 
 def test_what_was_known_of_the_start_before_would_leave_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
