@@ -185,7 +185,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------- attempt
     @property
     def settled(self) -> bool:
-        """Whether nothing of an earlier attempt is under way, and the view is whole; if this rank closes: it is over."""
+        """Whether nothing of an earlier attempt is under way, and the view is whole; of one that closes: it is over."""
         protocol = self.protocol
         closing = self.identity.rank in protocol.leaving
         idle = protocol.phase is Phase.IDLE and not protocol.view_changing and not closing
