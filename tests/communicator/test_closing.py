@@ -130,8 +130,9 @@ PHASES = [_joined, _reading, _voted, _committing, _settling, _quarantined, _recy
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__.strip("_"))
-@pytest.mark.parametrize("timeout", [0.0, 0.02, None])
-@pytest.mark.parametrize("turns", [None, 0, 2, 30])
+@pytest.mark.parametrize(
+    ("timeout", "turns"), [(None, None), (None, 0), (None, 30), (0.0, None), (0.0, 2), (0.02, None)]
+)
 def test_closing_in_any_phase(
     phase: Callable[[LocalCluster], Awaitable[list[asyncio.Future[Any]]]], timeout: float | None, turns: int | None
 ) -> None:
@@ -162,7 +163,7 @@ def test_closing_in_any_phase(
             for task in tasks:
                 assert task.cancelled() or isinstance(task.exception(), EplbError | None)
             before = cluster.rows[0].wrong_bytes(comm.placement)
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(1.0)
             assert before == cluster.rows[0].wrong_bytes(comm.placement) == 0
         await asyncio.sleep(0.01)
         assert asyncio.all_tasks() == {asyncio.current_task()}
