@@ -183,6 +183,8 @@ class AsyncEplbCommunicator:
             MigrationTimeout: It did not settle in time; ``MigrationInDoubt``: nor can it be known how it ends.
                 Nothing has changed then.
             WeightsError: A tensor cannot be moved; nothing has changed then.
+            NixlTransferFailed: NIXL refuses the memory; ``HandshakeError``: a member of the view is not known gone,
+                and cannot be reached. Peers would read what was left, so this rank is out of the group then.
         """
         limit = seconds(timeout, self._session.settings.migrate_timeout)
         with self._doing("rebind"):
@@ -256,7 +258,8 @@ class AsyncEplbCommunicator:
         Raises:
             MigrationTimeout: The running migration did not end in time; ``MigrationInDoubt``: nor can it be known
                 how it ends. It is not suspended then.
-            NixlTransferFailed: NIXL makes no new agent. It is not suspended then.
+            NixlTransferFailed: NIXL makes no new agent; ``HandshakeError``: a member of the view is not known gone,
+                and cannot be reached. It is not suspended then.
             CommunicatorBusy: Another operation than ``migrate`` is running.
             CommunicatorClosed: It is closed, or was fenced by the others.
         """
@@ -277,7 +280,8 @@ class AsyncEplbCommunicator:
         Raises:
             WeightsError: A tensor cannot be moved, is of another kind than before, or there is no memory for
                 staging. It stays suspended.
-            NixlTransferFailed: NIXL refuses the memory. It stays suspended.
+            NixlTransferFailed: NIXL refuses the memory; ``HandshakeError``: a member of the view is not known gone,
+                and cannot be reached. It stays suspended.
             CommunicatorBusy: Another operation is running.
             CommunicatorClosed: It is closed, or was fenced by the others.
         """
@@ -314,7 +318,7 @@ class AsyncEplbCommunicator:
         in ``open``, or nothing where the weights have changed version since.
 
         Cancelled, timed out or failed: this rank is as before, and it can be called again. The rank that opens is
-        let in when all ranks have called it and not before.
+        let in when all ranks have called it, with the same placement and weight version, and not before.
 
         Args:
             rank: The rank that started again.

@@ -73,11 +73,12 @@ class Returns:
         return 0
 
     def missing(self, view: View) -> int:
-        """Members that have not met what this rank wants back."""
+        """Members that have not met what this rank wants back. Safe from any thread."""
+        own = tuple(self.own.items())
         return sum(
             bit(member)
             for member in each(view.members)
-            if any(self.heard.get(rank, {}).get(member) != met for rank, met in self.own.items())
+            if any(self.heard.get(rank, {}).get(member) != met for rank, met in own)
         )
 
     def installed(self, members: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.protocol import Protocol
+from eplb_async.core.returns import Meeting
 from eplb_async.core.views import View
 from eplb_async.testing.explorer import explore
 from eplb_async.testing.ring import UNLIMITED, Limits, Ring, Violation
@@ -194,6 +198,37 @@ def test_members_that_mean_different_things_by_it_do_not_have_it_back() -> None:
     assert isinstance(said, events.Send)
     protocols[0].handle(events.Received(said.message), 0.0)
     assert protocols[0].view_changing
+
+
+def test_who_is_waited_for_may_be_asked_from_another_thread() -> None:
+    """``health`` does, while the engine loop meets ranks and gives them up."""
+    coordinator = Protocol(rank=0, ep_size=4, num_layers=1, settle_timeout=1.0, ping_interval=1.0)
+    for dead in (1, 2, 3):
+        coordinator.handle(events.Gone(dead, Proof.EXCLUDED), 0.0)
+    assert coordinator.members == {0}
+    failures: list[Exception] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not over.is_set():
+                assert not coordinator.waiting_for
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for start in range(1, 2000):
+        for rank in (1, 2, 3):
+            coordinator._returns.want(rank, Meeting(start, bytes(16)))
+        for rank in (1, 2, 3):
+            coordinator.handle(events.Met(rank, 0), 0.0)
+    over.set()
+    asking.join()
+    sys.setswitchinterval(interval)
+    assert not failures
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2, 3])
