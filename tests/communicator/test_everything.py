@@ -192,7 +192,7 @@ def call_of(world: World, rank: int, what: str, about: Any, limit: float, loader
         "update": update,
         "suspend": suspend,
         "nap": nap,
-        "rebind": comm.rebind,
+        "rebind": lambda: comm.rebind(timeout=limit),
     }
     return calls[what]
 
