@@ -132,7 +132,7 @@ class AsyncEplbCommunicator:
             placement: Where the experts are to be.
             timeout: Seconds, queueing included; default ``settings.migrate_timeout``.
             load_expert: Supplies experts whose only copies were on ranks that are out: called with a layer and a
-                logical expert, once on each rank that needs it, it returns one tensor ``[...]`` (no expert
+                logical expert, on each rank that needs it, it returns one tensor ``[...]`` (no expert
                 dimension) for each of the layer's tensors, by name or in order. It runs in a thread of its own,
                 one call at a time; an awaitable that it returns is awaited on this loop. Either every rank
                 passes it or none.
