@@ -13,6 +13,8 @@ from eplb_async.testing.placements import random_placement
 from eplb_async.testing.processes import Failure, RankProcesses
 from tests.real.conftest import Start
 
+pytestmark = pytest.mark.faults  # minutes of real processes: run by `pytest -m faults`, not by default
+
 KIB = 1 << 10
 CANCELS, WARM = 100, 15
 SHAPE = {"num_layers": 3, "num_logical": 8, "num_local_experts": 4, "ep_size": 3}

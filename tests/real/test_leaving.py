@@ -11,6 +11,8 @@ from eplb_async.core.placement import Placement
 from eplb_async.testing.processes import Failure, RankProcesses
 from tests.real.conftest import Start
 
+pytestmark = pytest.mark.faults  # minutes of real processes: run by `pytest -m faults`, not by default
+
 MIB = 1 << 20
 # Rank 2 alone holds experts 4 and 5, and second copies of 0 and 1.
 OLD = Placement([[0, 1, -1, -1, 2, 3, -1, -1, 4, 5, 0, 1]] * 3, ep_size=3)

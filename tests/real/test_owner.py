@@ -10,6 +10,8 @@ from eplb_async.testing.placements import random_placement
 from eplb_async.testing.processes import Failure, RankProcesses
 from tests.real.conftest import Start
 
+pytestmark = pytest.mark.faults  # minutes of real processes: run by `pytest -m faults`, not by default
+
 MIB = 1 << 20
 OLD, NEW = Placement([[0, 1]] * 3, ep_size=2), Placement([[1, 0]] * 3, ep_size=2)
 

@@ -12,6 +12,8 @@ from eplb_async.core.placement import Placement
 from eplb_async.testing.processes import Failure, RankProcesses
 from tests.real.conftest import Start
 
+pytestmark = pytest.mark.faults  # minutes of real processes: run by `pytest -m faults`, not by default
+
 MIB = 1 << 20
 OLD = Placement([[0, 1, 2, 2, 3, 0, 3, 1, 2]] * 3, ep_size=3)
 NEW = Placement([[3, 0, 1, 1, 2, 3, 0, 2, 3]] * 3, ep_size=3)
