@@ -7,6 +7,8 @@ from typing import Any
 from eplb_async.core.placement import Placement
 from tests.real.conftest import Start
 
+pytestmark = pytest.mark.faults  # minutes of real processes: run by `pytest -m faults`, not by default
+
 A = Placement([[0, 1, 2, 3, 4, -1]] * 3, ep_size=2)
 B = Placement([[3, 4, 0, 1, -1, 2]] * 3, ep_size=2)
 C = Placement([[4, 4, 2, 0, 1, 3]] * 3, ep_size=2)

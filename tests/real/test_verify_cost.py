@@ -11,6 +11,8 @@ from eplb_async.core.placement import Placement
 from eplb_async.testing.processes import RankProcesses
 from tests.real.conftest import Start
 
+pytestmark = pytest.mark.faults  # minutes of real processes: run by `pytest -m faults`, not by default
+
 MIB = 1 << 20
 EXPERTS, LAYERS, ROUNDS = 16, 4, 7
 MODES = ("off", "identity", "full")
