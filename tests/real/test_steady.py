@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from eplb_async.core.placement import Placement
 from tests.real.conftest import Start
 

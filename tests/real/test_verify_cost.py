@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from eplb_async.core.placement import Placement
 from eplb_async.testing.processes import RankProcesses
