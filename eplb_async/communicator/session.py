@@ -346,11 +346,8 @@ class Session:
 
     def _adopt(self, placement: Placement, version: int) -> None:
         """A rank came back, or this one did: where the experts are now."""
-        rank = self.driver.identity.rank
-        for layer, experts in enumerate(placement.local(rank).tolist()):
-            if version != self.version or experts != self.placement.local(rank)[layer].tolist():
-                self.weights.write_entries(layer, experts, version)
         self.placement, self.version = placement, version
+        self.owner.write_entries()
 
     def _check_other(self, rank: int) -> None:
         me = self.driver.identity
