@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from eplb_async.communicator import AsyncEplbCommunicator, Health, MigrationReport
+    from eplb_async.core.forecast import Forecast
     from eplb_async.core.placement import Placement
     from eplb_async.errors import (
         CommunicatorBusy,
@@ -42,6 +43,7 @@ _HOME = {
     "EplbError": "errors",
     "ExpertLoadFailed": "errors",
     "ExpertsLost": "errors",
+    "Forecast": "core.forecast",
     "HandshakeError": "errors",
     "Health": "communicator",
     "IntegrityError": "errors",
@@ -69,6 +71,7 @@ __all__ = [
     "EplbError",
     "ExpertLoadFailed",
     "ExpertsLost",
+    "Forecast",
     "HandshakeError",
     "Health",
     "IntegrityError",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 _COMMANDS = {
     "demo": ("eplb_async.demo.command", "move experts between real ranks on this machine, and check"),
+    "plan": ("eplb_async.planning.command", "show what a migration between two placements would move"),
 }
 
 

@@ -16,6 +16,7 @@ from eplb_async.communicator.opener import Opener
 from eplb_async.communicator.owner import checked_version, chosen_layers
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.session import Session
+from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
 from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError
@@ -32,7 +33,8 @@ _log = logging.getLogger("eplb_async.communicator")
 class AsyncEplbCommunicator:
     """Moves expert weights between the ranks of one expert-parallel group. Make one with :meth:`open`.
 
-    Bound to the loop that opened it; only :meth:`health` and :attr:`placement` may be used from other threads.
+    Bound to the loop that opened it; only :meth:`health`, :meth:`plan` and
+    :attr:`placement` may be used from other threads.
     """
 
     def __init__(self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous | None) -> None:
@@ -155,8 +157,7 @@ class AsyncEplbCommunicator:
             CommunicatorClosed: It is closed, or was fenced by the others.
         """
         session = self._session
-        if not isinstance(placement, Placement):
-            raise PlacementError(f"need a Placement, not {type(placement).__name__}")
+        _check_placement(placement)
         limit = seconds(timeout, session.settings.migrate_timeout)
         with self._doing("migrate"):
             if half_written := session.owner.half_written:
@@ -340,6 +341,28 @@ class AsyncEplbCommunicator:
         """What is true now, layer by layer. Thread-safe."""
         return self._session.placement
 
+    def plan(self, placement: Placement, *, gbps: float | None = None, local_gbps: float | None = None) -> Forecast:
+        """What :meth:`migrate` to this placement would move now: nothing is sent, and nothing changes.
+
+        Of the last view, members and node labels, and the real sizes of the rows; so it answers at any time, also
+        while a migration runs (of the layers as they are then) and after the end. Thread-safe. It takes
+        milliseconds, tens of them for hundreds of ranks: a server calls it with ``asyncio.to_thread``.
+
+        Args:
+            placement: Where the experts would be.
+            gbps: Gigabits per second of one rank's NIC, for ``seconds`` of what is returned.
+            local_gbps: Gigabits per second that one rank moves within its node, for the same.
+
+        Returns:
+            What would move, in total, by kind and by rank. Experts without a source are in its ``lost``.
+
+        Raises:
+            PlacementError: It does not fit the current one, or uses slots of ranks that are out.
+            ValueError: A rate is not above 0.
+        """
+        _check_placement(placement)
+        return self._session.forecast(placement, gbps, local_gbps)
+
     def health(self) -> Health:
         """What is going on now: phase, whom we wait for, the oldest READ, quarantine. Thread-safe."""
         return self._session.health()
@@ -445,3 +468,8 @@ class AsyncEplbCommunicator:
     def __repr__(self) -> str:
         me = self._session.driver.identity
         return f"<AsyncEplbCommunicator rank {me.rank} of {me.ep_size} in group {me.group!r}>"
+
+
+def _check_placement(placement: object) -> None:
+    if not isinstance(placement, Placement):
+        raise PlacementError(f"need a Placement, not {type(placement).__name__}")

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
 
 import torch
@@ -28,6 +28,7 @@ from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.watchdog import Watchdog
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
+from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
 from eplb_async.engine import LoopEngine
@@ -266,6 +267,16 @@ class Session:
         self._check_other(rank)
         await self._reconnector.reconnect(rank, timeout, self.settled)
 
+    def forecast(self, new: Placement, gbps: float | None, local_gbps: float | None) -> Forecast:
+        """What a migration would move now; reads only, so any thread may call it.
+
+        Raises:
+            PlacementError: As `migrate` would.
+        """
+        layout = self.weights.layout
+        sizes = tuple(layout.layer_bytes(layer) for layer in range(len(layout.layers)))
+        return Forecast(self._plan(new), sizes, gbps=gbps, local_gbps=local_gbps)
+
     def health(self) -> Health:
         """What is going on; reads only, so any thread may call it."""
         driver, protocol, endpoint = self.driver, self.driver.protocol, self.endpoint
@@ -335,13 +346,13 @@ class Session:
     # -------------------------------------------------------------------------------------------- within
     def _plan(self, new: Placement) -> MigrationPlan:
         members = self.driver.protocol.members
-        nodes = self._nodes()
+        nodes = self._nodes(members)
         labels = [nodes.get(rank, "") for rank in range(self.driver.identity.ep_size)]
         return plan(self.placement, new, nodes=labels, members=members, load_lost=True)
 
-    def _nodes(self) -> dict[int, str]:
+    def _nodes(self, members: Collection[int]) -> dict[int, str]:
         """Host label of each member; of others not all ranks need know one."""
-        me, members = self.driver.identity, self.driver.protocol.members
+        me = self.driver.identity
         return {m.rank: m.node for m in self._roster if m.rank in members} | {me.rank: me.node}
 
     def _adopt(self, placement: Placement, version: int) -> None:
@@ -360,7 +371,13 @@ class Session:
         So all ranks learn that it refuses, however late they join, and no READ is posted.
         """
         refuser = self.driver.identity.rank if refuses else -1
-        rest = (PLAN_VERSION, wanted.members, sorted(self._nodes().items()), self.settings.verify, refuser)
+        rest = (
+            PLAN_VERSION,
+            wanted.members,
+            sorted(self._nodes(wanted.members).items()),
+            self.settings.verify,
+            refuser,
+        )
         digest = hashlib.blake2b(repr(rest).encode(), digest_size=16 - messages.VERSION_BYTES).digest()
         return (wanted.old.digest(), wanted.new.digest(), digest + self.version.to_bytes(messages.VERSION_BYTES))
 

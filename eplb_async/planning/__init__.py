@@ -1,0 +1,1 @@
+"""Plans to look at, from files: ``eplb-async plan``."""
