@@ -18,6 +18,7 @@ from eplb_async.settings import Settings
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+RUN = [DOCS / "testing.md", DOCS / "concepts.md", DOCS / "plan.md"]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^]]+\]\(([^)\s]+)\)")
 _TESTS = re.compile(r"`(tests/[\w/]+\.py)`(?: \(([^)]*)\))?")
@@ -101,7 +102,7 @@ def test_python_blocks_compile(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body for page in (DOCS / "testing.md", DOCS / "concepts.md") for body in blocks(page, "python")],
+    [body for page in RUN for body in blocks(page, "python")],
     ids=lambda body: re.findall(r"^from eplb_async\.([\w.]+) import", body, re.MULTILINE)[-1],
 )
 def test_snippets_run(body: str) -> None:
@@ -109,9 +110,9 @@ def test_snippets_run(body: str) -> None:
     exec(compile(body, "snippet", "exec"), {"__name__": "snippet"})
 
 
-def test_the_worked_example_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", [DOCS / "concepts.md", DOCS / "plan.md"], ids=name_of)
+def test_the_worked_example_prints_what_the_page_says(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The block after the example is its output."""
-    page = DOCS / "concepts.md"
     exec(compile(next(blocks(page, "python")), str(page), "exec"), {})
     assert capsys.readouterr().out in list(blocks(page, "text"))
 

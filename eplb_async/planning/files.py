@@ -15,20 +15,18 @@ __all__ = ["read_placement"]
 def read_placement(path: Path, *, ep_size: int) -> Placement:
     """Read a ``physical_to_logical_map`` ``[num_layers, num_physical]`` that ``numpy.save`` wrote.
 
-    Pickled objects are never loaded. What a header claims takes no memory before the file is as long as that.
+    Nothing pickled is ever loaded: an array of objects is refused, as an archive is. The file is mapped, so a
+    header that claims terabytes takes no memory.
 
     Raises:
         PlacementError: The file cannot be read, or is no placement on ``ep_size`` ranks; names the file.
     """
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        ids = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         raise PlacementError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # numpy has one for each way in which a file is none of its own
         raise PlacementError(f"{path}: not an array that numpy.save() wrote: {error}") from error
-    if not isinstance(ids, np.ndarray):
-        ids.close()
-        raise PlacementError(f"{path}: an archive of arrays; save the map alone, with numpy.save()")
     try:
         return Placement(ids, ep_size=ep_size)
     except PlacementError as error:

@@ -13,12 +13,13 @@ from eplb_async.plots import new_figure, save
 __all__ = ["draw"]
 
 _GB = 1e9
+_LEAST = 1e-9  # GB at the top of the scale where nothing is READ
 
 
 def draw(forecast: Forecast, path: Path) -> None:
     """Draw a heat map of bytes by source and reader, and bars of the bytes in and out of each rank.
 
-    Local copies are left out: they cross no link.
+    Local copies are left out, the diagonal is blank: they cross no link.
 
     Args:
         forecast: What to draw.
@@ -30,14 +31,15 @@ def draw(forecast: Forecast, path: Path) -> None:
     figure = new_figure(12, 5)
     heat, bars = figure.subplots(1, 2)
     ranks = np.arange(forecast.plan.new.ep_size)
-    read = np.where(np.eye(len(ranks), dtype=np.bool_), 0, forecast.matrix) / _GB
-    image = heat.imshow(read, cmap="viridis", vmin=0, interpolation="nearest")
+    read = np.where(np.eye(len(ranks), dtype=np.bool_), np.nan, forecast.matrix / _GB)
+    most = max(float(np.nanmax(read, initial=0)), _LEAST)
+    image = heat.imshow(read, cmap="viridis", vmin=0, vmax=most, interpolation="nearest")
     heat.set(title="READ, GB", xlabel="reader (rank)", ylabel="source (rank)")
     figure.colorbar(image, ax=heat)
     bars.bar(ranks - 0.2, forecast.bytes_in / _GB, width=0.4, label="in")
     bars.bar(ranks + 0.2, forecast.bytes_out / _GB, width=0.4, label="out")
     bars.set(title="READ by rank, GB", xlabel="rank")
-    bars.legend()
+    bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     for axis in (heat.xaxis, heat.yaxis, bars.xaxis):
         axis.get_major_locator().set_params(integer=True)
     figure.suptitle(
