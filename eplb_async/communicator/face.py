@@ -33,8 +33,8 @@ _log = logging.getLogger("eplb_async.communicator")
 class AsyncEplbCommunicator:
     """Moves expert weights between the ranks of one expert-parallel group. Make one with :meth:`open`.
 
-    Bound to the loop that opened it; only :meth:`health`, :meth:`plan` and
-    :attr:`placement` may be used from other threads.
+    Bound to the loop that opened it; only :meth:`health`, :meth:`plan` and :attr:`placement` may be used from other
+    threads.
     """
 
     def __init__(self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous | None) -> None:

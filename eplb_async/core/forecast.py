@@ -222,7 +222,8 @@ class Forecast:
         ]
         if self._bounds:
             seconds, rank, what = max(self._bounds)
-            lines.append(_line("takes at least", f"{seconds:.3g} s (rank {rank}'s {what})"))
+            why = f"rank {rank}'s {what}" if seconds else "nothing moves where a rate is given"
+            lines.append(_line("takes at least", f"{seconds:.3g} s ({why})"))
         if self.lost:
             lines.append(_line("lost", self._spell_lost()))
         return "\n".join(lines)

@@ -132,6 +132,7 @@ def test_nothing_to_do_is_nothing():
     assert forecast.unchanged_slots == 4
     assert forecast.layers_touched == ()
     assert "hottest source      none\n" in str(forecast)
+    assert str(forecast).endswith("takes at least      0 s (nothing moves where a rate is given)")
 
 
 @pytest.mark.parametrize(
