@@ -74,12 +74,11 @@ class Group:
         self._calls = 0
 
     @classmethod
-    def join(cls, place: Place, *, run: str) -> Group:
+    def join(cls, place: Place) -> Group:
         """Reach the store, and make gloo's process group.
 
         Args:
             place: Where this rank stands.
-            run: Name of this run, the same on every rank; runs share the store.
 
         Raises:
             HandshakeError: The store cannot be reached, or needs a secret.
@@ -93,12 +92,12 @@ class Group:
             store = make(place.host, place.port, timeout=_TIMEOUT, secret=Settings.from_env().secret)
         dist.init_process_group(
             "gloo",
-            store=_client(place, limit, f"bench/{run}/gloo"),
+            store=_client(place, limit, "bench/gloo"),
             rank=place.rank,
             world_size=place.size,
             timeout=limit,
         )
-        return cls(place, _Prefixed(store, f"bench/{run}/"))
+        return cls(place, _Prefixed(store, "bench/"))
 
     def barrier(self) -> None:
         """Wait until all ranks are here; blocks. ``RuntimeError`` after two minutes or when one died."""

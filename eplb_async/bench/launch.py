@@ -39,9 +39,7 @@ def launch(scenario: Scenario, *, rounds: int) -> dict[str, Any]:
         for rank in range(scenario.ranks):
             ours, theirs = context.Pipe()
             place = Place(rank, scenario.ranks, host, int(port), hosted=True)
-            process = context.Process(
-                target=child, args=(place, scenario.to_json(), rounds, scenario.name, theirs), daemon=True
-            )
+            process = context.Process(target=child, args=(place, scenario.to_json(), rounds, theirs), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)

@@ -19,32 +19,30 @@ from eplb_async.bench.scenario import Scenario
 __all__ = ["child", "run_rank"]
 
 
-def run_rank(place: Place, scenario: Scenario, *, rounds: int, run: str) -> dict[str, Any]:
+def run_rank(group: Group, scenario: Scenario, *, rounds: int) -> dict[str, Any]:
     """Measure one scenario on this rank, together with the others.
 
     Args:
-        place: Where this rank stands.
-        scenario: What to measure; ``ranks`` is the size of the run.
+        group: The ranks.
+        scenario: What to measure; ``ranks`` is the size of the group.
         rounds: Rounds.
-        run: Name of this run, the same on all ranks.
 
     Returns:
         The summary, the same on every rank.
     """
     torch.set_num_threads(1)
-    group = Group.join(place, run=run)
     main = measure(scenario, group, rounds=rounds)
+    found: dict[str, Any]
     if scenario.loop == "uvloop":
         import uvloop
 
-        found: dict[str, Any] = uvloop.run(main)
+        found = uvloop.run(main)
     else:
         found = asyncio.run(main)
-    group.close()
     return found
 
 
-def child(place: Place, values: dict[str, Any], rounds: int, run: str, pipe: Connection) -> None:
+def child(place: Place, values: dict[str, Any], rounds: int, pipe: Connection) -> None:
     """Entry point of a rank's process that the launcher started; it dies with the launcher."""
     os.dup2(2, 1)  # NIXL and UCX log to stdout, which belongs to the launcher's results
     scenario = Scenario.from_json(values)
@@ -54,7 +52,9 @@ def child(place: Place, values: dict[str, Any], rounds: int, run: str, pipe: Con
     threading.Thread(target=_die_with, args=(pipe,), daemon=True, name="bench-launcher").start()
     answer: dict[str, Any]
     try:
-        answer = {"found": run_rank(place, scenario, rounds=rounds, run=run)}
+        group = Group.join(place)
+        answer = {"found": run_rank(group, scenario, rounds=rounds)}
+        group.close()
     except Exception as error:
         traceback.print_exc()
         answer = {"failed": f"{type(error).__name__}: {error}"}

@@ -7,6 +7,7 @@ from typing import Any
 
 __all__ = ["show"]
 
+_FILE_WIDTH = 150
 _COLUMNS = (
     "contender",
     "ours is",
@@ -84,4 +85,5 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else _FILE_WIDTH)

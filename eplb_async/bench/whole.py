@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
 from eplb_async.bench.bars import bars
+from eplb_async.bench.launch import BenchFailed
 from eplb_async.bench.parts import run_part
 from eplb_async.bench.scenario import Scenario
 
@@ -19,19 +19,21 @@ __all__ = ["run_whole"]
 _PACKAGES = ("eplb-async", "nixl", "torch", "numpy", "uvloop")
 
 Measure = Callable[[Scenario, int], dict[str, Any]]
+Told = Callable[[str], None]
 
 
 def run_whole(
-    scenarios: Sequence[Scenario], parts: Sequence[str], *, rounds: int, quick: bool, measure: Measure
+    scenarios: Sequence[Scenario], parts: Sequence[str], *, rounds: int, quick: bool, measure: Measure, told: Told
 ) -> dict[str, Any]:
-    """Measure everything that was asked for; what fails is told of, and the rest goes on.
+    """Measure everything that was asked for; what fails is recorded, and the rest goes on.
 
     Args:
         scenarios: Scenarios.
         parts: Names of parts; see :func:`~eplb_async.bench.parts.parts`.
         rounds: Rounds of each scenario.
         quick: Whether parts are to be quick too.
-        measure: Measures one scenario, given it and the rounds.
+        measure: Measures one scenario, given it and the rounds. A `BenchFailed` of it is recorded.
+        told: Called with the name of what begins.
 
     Returns:
         ``machine``, ``scenarios`` and ``probes`` by name, ``simulation`` and ``policy`` where they were run,
@@ -39,23 +41,19 @@ def run_whole(
     """
     results: dict[str, Any] = {"machine": _machine(), "quick": quick, "scenarios": {}, "failed": {}}
     for scenario in scenarios:
-        _told(scenario.name)
+        told(scenario.name)
         try:
             results["scenarios"][scenario.name] = measure(scenario, rounds)
-        except Exception as error:  # one scenario that fails must not lose the others
-            results["failed"][scenario.name] = f"{type(error).__name__}: {error}"
+        except BenchFailed as error:
+            results["failed"][scenario.name] = str(error)
     for name in parts:
-        _told(name)
+        told(name)
         try:
             run_part(name, results, quick=quick)
-        except Exception as error:
+        except Exception as error:  # a part is a program of its own: it must not lose the others' figures
             results["failed"][name] = f"{type(error).__name__}: {error}"
     results["bars"] = bars(results)
     return results
-
-
-def _told(name: str) -> None:
-    print(f"bench: {name}", file=sys.stderr, flush=True)
 
 
 def _machine() -> dict[str, Any]:
