@@ -42,7 +42,8 @@ def show(results: Mapping[str, Any]) -> None:
     rows = [
         [bar["name"], bar["bar"], f"{bar['measured']:.4g}", "yes" if bar["met"] else "NO"] for bar in results["bars"]
     ]
-    _table("bars", ("what", "bar", "measured", "met"), rows)
+    if rows:
+        _table("bars", ("what", "bar", "measured", "met"), rows)
 
 
 def _row(name: str, found: Mapping[str, Any], scenario: Mapping[str, Any]) -> list[str]:
@@ -86,4 +87,6 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     for row in rows:
         table.add_row(*row)
     console = Console()
-    console.print(table, width=None if console.is_terminal else _FILE_WIDTH)
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    console.print(table)
