@@ -40,7 +40,7 @@ def show(results: Mapping[str, Any]) -> None:
         if name in results:
             print(f"{name}: {_brief(results[name])}")
     rows = [
-        [bar["name"], bar["bar"], f"{bar['measured']:.4g}", "yes" if bar["met"] else "NO"] for bar in results["bars"]
+        [bar["name"], bar["bar"], _figure(bar["measured"]), "yes" if bar["met"] else "NO"] for bar in results["bars"]
     ]
     if rows:
         _table("bars", ("what", "bar", "measured", "met"), rows)
@@ -65,6 +65,10 @@ def _row(name: str, found: Mapping[str, Any], scenario: Mapping[str, Any]) -> li
 def _spread(found: Mapping[str, Any], digits: int) -> str:
     low, high = found["iqr"]
     return f"{found['median']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def _brief(found: Mapping[str, Any]) -> str:

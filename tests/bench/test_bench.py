@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +138,38 @@ def test_what_fails_does_not_take_the_rest_along(monkeypatch: pytest.MonkeyPatch
     assert began == ["tcp", "small", "idle"]
     assert found["failed"] == {"tcp": "rank 1 died", "idle": "OSError: no such device"}
     assert list(found["scenarios"]) == ["small"]
+
+
+@pytest.mark.faults
+def test_ranks_die_with_their_launcher() -> None:
+    """SIGKILLed, it can tell nobody: they notice by themselves, whatever they are in."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "eplb_async.bench", "--quick", "--scenario", "reference", "--rounds", "1000", "--json"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(started := descendants(launcher.pid)) < 4:  # forkserver, resource tracker, two ranks
+            assert time.monotonic() < deadline, started
+            time.sleep(0.1)
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in started if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.1)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all that a process started, and of what these started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found[1:]
