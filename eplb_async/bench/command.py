@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         Exit status: 0; 1 if something failed, bytes were wrong, or with ``--check`` a bar was missed; 2 for names
-        that do not exist.
+        that do not exist, and where there is nothing to draw the plot with.
     """
     from eplb_async.bench.parts import parts
     from eplb_async.bench.scenario import CONTENDERS, SCENARIOS
@@ -71,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     unknown += [name for name in arguments.contender if name not in CONTENDERS]
     if unknown:
         print(f"bench: there is no {', '.join(unknown)}; see --list", file=sys.stderr)
+        return 2
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        print("bench: --plot needs matplotlib: pip install eplb-async[plot]", file=sys.stderr)
         return 2
     with _stdout_kept() as out:
         results = _results(arguments, list(known))

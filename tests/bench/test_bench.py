@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from eplb_async import cli
-from eplb_async.bench import whole
+from eplb_async.bench import parts, whole
 from eplb_async.bench.launch import BenchFailed, launch
 from eplb_async.bench.scenario import SCENARIOS
 
@@ -117,6 +119,20 @@ def test_names_that_do_not_exist_are_refused(capfd: Any) -> None:
     assert cli.main(["bench", "--list"]) == 0
     listed = capfd.readouterr().out
     assert all(name in listed for name in (*SCENARIOS, "vllm_way"))
+
+
+def test_every_part_measures_and_lands_where_the_report_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes by name among the probes, the rest under a key of its own."""
+    for module in parts.parts().values():
+        assert callable(importlib.import_module(module).measure)
+    made = ModuleType("made")
+    made.measure = lambda *, quick: {"quick": quick}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made", made)
+    monkeypatch.setattr(parts, "parts", lambda: {"idle": "made", "simulation": "made"})
+    found: dict[str, Any] = {}
+    for name in ("idle", "simulation"):
+        parts.run_part(name, found, quick=True)
+    assert found == {"probes": {"idle": {"quick": True}}, "simulation": {"quick": True}}
 
 
 def test_what_fails_does_not_take_the_rest_along(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from eplb_async.bench.work import Fetch, Work
 
-__all__ = ["Rows", "agent_name", "exchange"]
+__all__ = ["Rows", "agent_name", "blocks", "exchange", "remote"]
 
 Rows = list[list[int]]
 """Addresses of a rank's tensors, ``[layers][tensors]``; their rows follow each other without a gap."""
