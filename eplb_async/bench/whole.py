@@ -33,7 +33,7 @@ def run_whole(
         rounds: Rounds of each scenario.
         quick: Whether parts are to be quick too.
         measure: Measures one scenario, given it and the rounds. A `BenchFailed` of it is recorded.
-        told: Called with the name of what begins.
+        told: Called with the name of what begins, and with what failed.
 
     Returns:
         ``machine``, ``scenarios`` and ``probes`` by name, ``simulation`` and ``policy`` where they were run,
@@ -46,12 +46,14 @@ def run_whole(
             results["scenarios"][scenario.name] = measure(scenario, rounds)
         except BenchFailed as error:
             results["failed"][scenario.name] = str(error)
+            told(f"{scenario.name} failed: {error}")
     for name in parts:
         told(name)
         try:
             run_part(name, results, quick=quick)
         except Exception as error:  # a part is a program of its own: it must not lose the others' figures
             results["failed"][name] = f"{type(error).__name__}: {error}"
+            told(f"{name} failed: {error}")
     results["bars"] = bars(results)
     return results
 

@@ -151,7 +151,7 @@ def test_what_fails_does_not_take_the_rest_along(monkeypatch: pytest.MonkeyPatch
     found = whole.run_whole(
         [SCENARIOS["tcp"], SCENARIOS["small"]], ["idle"], rounds=1, quick=True, measure=measure, told=began.append
     )
-    assert began == ["tcp", "small", "idle"]
+    assert began == ["tcp", "tcp failed: rank 1 died", "small", "idle", "idle failed: no such device"]
     assert found["failed"] == {"tcp": "rank 1 died", "idle": "OSError: no such device"}
     assert list(found["scenarios"]) == ["small"]
 
