@@ -7,6 +7,7 @@ bytes are not what a placement calls for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -142,8 +144,13 @@ class RankProcesses:
         os.kill(self.pid(rank), signal.SIGKILL)
 
     def stop(self, rank: int) -> None:
-        """SIGSTOP."""
+        """SIGSTOP; returns when every thread stands still, which the signal alone does not wait for."""
         os.kill(self.pid(rank), signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not _stands_still(self.pid(rank)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank}, process {self.pid(rank)}, did not stop within 10 s")
+            time.sleep(0.001)
 
     def resume(self, rank: int) -> None:
         """SIGCONT."""
@@ -347,12 +354,21 @@ class _Rank:
         return await self.opened.aclose()
 
     async def run(self, module: str, function: str, *args: Any) -> Any:
-        """Await ``module.function(communicator, *args)``."""
-        return await getattr(importlib.import_module(module), function)(self.opened, *args)
+        """Await ``module.function(communicator, *args)``; the communicator is ``None`` before :meth:`open`."""
+        return await getattr(importlib.import_module(module), function)(self.comm, *args)
 
     async def leave(self) -> None:
         """End the interpreter with whatever is running."""
         raise SystemExit(0)
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether all threads of a process are stopped, or it has ended."""
+    states = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return set(states) <= set("TtZX")
 
 
 def _main(rank: int, spec: Spec, pipe: Connection) -> None:
