@@ -55,7 +55,8 @@ def _begin(group: RankProcesses, settle: float, seconds: float) -> None:
 
 
 def _worst(group: RankProcesses, seconds: float) -> float:
-    return round(max(answer(group, rank, seconds + 60.0) for rank in range(2)), 5)
+    shares: list[float] = [answer(group, rank, seconds + 60.0) for rank in range(2)]
+    return round(max(shares), 5)
 
 
 if __name__ == "__main__":

@@ -44,12 +44,13 @@ class PlainReader:
         )
         self._rows = [np.array([row], np.int32) for row in range(remote.num_rows)]
 
-    def read(self, row: int, *, pause: float) -> float:
+    def read(self, row: int, *, pause: float, notif: bytes) -> float:
         """Read a row; returns seconds.
 
         Args:
             row: Number of the row.
             pause: Seconds to sleep before each poll; 0 to spin.
+            notif: Sent to the source when the bytes are there.
 
         Raises:
             TimeoutError: It did not end.
@@ -57,7 +58,7 @@ class PlainReader:
         agent, rows = self._agent, self._rows[row]
         wait: Callable[[], None] = (lambda: time.sleep(pause)) if pause else (lambda: None)
         started = time.perf_counter()
-        handle = agent.make_prepped_xfer("READ", self._local, rows, self._remote, rows)
+        handle = agent.make_prepped_xfer("READ", self._local, rows, self._remote, rows, notif)
         state = agent.transfer(handle)
         while state == "PROC":
             wait()

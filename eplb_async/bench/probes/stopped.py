@@ -45,7 +45,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 def _read(seconds: float) -> dict[str, float]:
     with started(2, "tcp", open_now=False) as group:
-        card = run(group, 1, _SOURCE, "serve", _ROWS, _ROW_BYTES, {})
+        card = run(group, 1, _SOURCE, "serve", _ROWS, _ROW_BYTES)
         run(group, 0, _HERE, "connect", card)
         group.stop(1)
         try:

@@ -56,9 +56,7 @@ def costs(transport: str, *, quick: bool) -> dict[str, Any]:
     }
 
 
-def _in_turns(
-    groups: dict[str, RankProcesses], one: Placement, two: Placement, rounds: int
-) -> dict[str, list[float]]:
+def _in_turns(groups: dict[str, RankProcesses], one: Placement, two: Placement, rounds: int) -> dict[str, list[float]]:
     """Migrate every group once a round, another one first each time; seconds of each round, of the slower rank."""
     seconds: dict[str, list[float]] = {mode: [] for mode in groups}
     for number in range(rounds + 1):
