@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb_async.bench.panels import panels
+from eplb_async.errors import EplbError
 from eplb_async.plots import new_figure, save
 
 __all__ = ["plot"]
@@ -24,12 +25,11 @@ def plot(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         path: File to write; its suffix says in which format.
 
     Raises:
-        EplbError: matplotlib is not installed, or the file cannot be written.
-        ValueError: There is nothing to draw.
+        EplbError: matplotlib is not installed, there is nothing to draw, or the file cannot be written.
     """
     found = panels(results)
     if not found:
-        raise ValueError("these results hold no scenario, no probe with a curve and no simulation: nothing to draw")
+        raise EplbError(f"{path}: nothing to draw: no scenario, open times, latencies or simulation in these results")
     wide, small = ([panel.draw for panel in found if panel.is_wide is which] for which in (True, False))
     columns = min(3, max(1, len(small)))
     heights = [_WIDE_INCHES] * len(wide) + [_SMALL_INCHES] * -(-len(small) // columns)

@@ -69,7 +69,7 @@ def test_the_ratio_is_on_the_others_bar_and_the_rate_on_ours() -> None:
 
 def test_results_without_a_figure_are_refused(tmp_path: Path) -> None:
     """An empty picture helps nobody."""
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(EplbError, match="nothing to draw"):
         plot({"scenarios": {}, "bars": []}, tmp_path / "out.png")
 
 

@@ -91,7 +91,7 @@ def test_an_idle_rank_burns_less_than_a_hundredth_of_a_core() -> None:
 
 
 @pytest.mark.faults
-def test_one_awaited_read_is_measured_on_both_transports_from_both_sources() -> None:
+def test_one_awaited_read_is_measured_from_both_sources() -> None:
     """Every case has every contender."""
     found = told(latency, quick=True)
     for sources in found["transports"].values():
@@ -100,16 +100,14 @@ def test_one_awaited_read_is_measured_on_both_transports_from_both_sources() -> 
             assert set(cases) == set(latency.CASES)
             for figures in cases.values():
                 assert all(figures[name]["p50_us"] <= figures[name]["p99_us"] for name in ("ours", "spin", "sleep"))
-    assert len(found["bars"]) == 4
+    assert len(found["bars"]) == 2
 
 
 @pytest.mark.faults
 def test_open_is_measured_against_the_number_of_peers() -> None:
-    """A curve for each transport, and a late peer that delays nobody."""
+    """A curve, and a late peer that delays nobody."""
     found = told(opening, quick=True)
-    assert {name: [point["peers"] for point in curve] for name, curve in found["curves"].items()} == {
-        "auto": [1, 2],
-        "tcp": [1, 2],
-    }
+    curves = {name: [point["peers"] for point in curve] for name, curve in found["curves"].items()}
+    assert curves == {"auto": [1, 2]}
     late = found["late_peer"]
     assert late["others_met"] < late["late_one_met"]

@@ -15,6 +15,11 @@ from eplb_async.testing.processes import Failure, RankProcesses, Spec
 ROW_BYTES = 4096
 
 
+def transports(*, quick: bool) -> tuple[str, ...]:
+    """The transports to measure: UCX's own choice, and tcp unless it must be quick."""
+    return ("auto",) if quick else ("auto", "tcp")
+
+
 @contextlib.contextmanager
 def started(ranks: int, transport: str, *, open_now: bool = True, **spec: Any) -> Iterator[RankProcesses]:
     """Real ranks with one layer of one small expert each; all are ended on leaving.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from eplb_async.bench.probes import alone
-from eplb_async.bench.probes.group import answer, started
+from eplb_async.bench.probes.group import answer, started, transports
 from eplb_async.testing.processes import RankProcesses
 
 NAME = "idle"
@@ -19,10 +19,10 @@ _HERE = "eplb_async.bench.probes.idle"
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """Two ranks on each transport, all at once, then two with the progress thread."""
+    """Two ranks on each transport, all at once, then two with the progress thread; quick: on one transport."""
     settle, seconds = (_QUICK_SECONDS,) * 2 if quick else (_SETTLE_SECONDS, _SECONDS)
     with ExitStack() as stack:
-        groups = {transport: stack.enter_context(started(2, transport)) for transport in ("auto", "tcp")}
+        groups = {transport: stack.enter_context(started(2, transport)) for transport in transports(quick=quick)}
         for group in groups.values():
             _begin(group, settle, seconds)
         idle = {transport: _worst(group, settle + seconds) for transport, group in groups.items()}

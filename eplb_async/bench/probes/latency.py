@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from eplb_async.bench.probes import alone
-from eplb_async.bench.probes.group import run, started
+from eplb_async.bench.probes.group import run, started, transports
 from eplb_async.bench.probes.source import REGION
 from eplb_async.bench.probes.spin import PlainReader
 from eplb_async.nixl import AsyncNixlAgent
@@ -36,10 +36,10 @@ Samples = dict[str, list[list[float]]]
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """Measure each case on both transports, from both kinds of source."""
+    """Measure each case on each transport, from both kinds of source."""
     blocks = 2 if quick else 16
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for transport in ("auto", "tcp"):
+    for transport in transports(quick=quick):
         with started(2, transport, open_now=False) as group:
             found[transport] = {source: {} for source in SOURCES}
             for source, function in SOURCES.items():

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from eplb_async.bench.probes import alone
-from eplb_async.bench.probes.group import answer, run, started
+from eplb_async.bench.probes.group import answer, run, started, transports
 from eplb_async.nixl.bindings import NixlNative, load
 
 NAME = "open"
@@ -23,13 +23,13 @@ _HERE = "eplb_async.bench.probes.opening"
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """The curve on both transports, and one late peer of as many as the curve ends with."""
+    """The curve on each transport, and one late peer of as many as the curve ends with."""
     peers = QUICK_PEERS if quick else PEERS
     return {
         "cores": os.cpu_count(),
         "curves": {
             transport: [opening(count, transport, rounds=1 if quick else _ROUNDS) for count in peers]
-            for transport in ("auto", "tcp")
+            for transport in transports(quick=quick)
         },
         "late_peer": late_peer(peers[-1], _QUICK_LATE_SECONDS if quick else _LATE_SECONDS),
         "bars": [],

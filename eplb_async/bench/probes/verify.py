@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eplb_async.bench.probes import alone
-from eplb_async.bench.probes.group import started
+from eplb_async.bench.probes.group import started, transports
 from eplb_async.core.placement import Placement
 from eplb_async.testing.processes import RankProcesses
 
@@ -20,8 +20,11 @@ _LAYERS, _EXPERTS, _ROUNDS = 4, 16, 7
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """Each mode's seconds over those of ``off``, on both transports."""
-    return {"transports": {transport: costs(transport, quick=quick) for transport in ("auto", "tcp")}, "bars": []}
+    """Each mode's seconds over those of ``off``, on each transport."""
+    return {
+        "transports": {transport: costs(transport, quick=quick) for transport in transports(quick=quick)},
+        "bars": [],
+    }
 
 
 def costs(transport: str, *, quick: bool) -> dict[str, Any]:
