@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ Samples = dict[str, list[list[float]]]
 
 def measure(*, quick: bool) -> dict[str, Any]:
     """Measure each case on each transport, from both kinds of source."""
-    blocks = 2 if quick else 16
+    blocks = 2 if quick else 18
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for transport in transports(quick=quick):
         with started(2, transport, open_now=False) as group:
@@ -76,7 +77,7 @@ def bars(transports: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any
 
 
 async def read_in_turns(_: object, card: bytes, nbytes: int, blocks: int, notif: bytes) -> Samples:
-    """Read in blocks, contender after contender, another one first each time; runs in the reader's process."""
+    """Read in blocks, contender after contender, each round in another order; runs in the reader's process."""
     plain = PlainReader(f"plain-{os.getpid()}-{nbytes}", card, nbytes)
     try:
         async with AsyncNixlAgent.open(f"reader-{os.getpid()}-{nbytes}", Settings()) as agent:
@@ -96,9 +97,9 @@ async def read_in_turns(_: object, card: bytes, nbytes: int, blocks: int, notif:
 
             contenders = {"ours": ours, "spin": spin, "sleep": sleep}
             samples: Samples = {name: [] for name in contenders}
+            orders = list(permutations(contenders))
             for number in range(blocks + 1):
-                names = list(contenders)
-                for name in names[number % len(names) :] + names[: number % len(names)]:
+                for name in orders[number % len(orders)]:
                     block = [await contenders[name](i % _ROWS) for i in range(_BLOCK)]
                     if number:  # the first one connects
                         samples[name].append(block)
