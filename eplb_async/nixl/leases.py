@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from eplb_async.errors import CommunicatorBusy
 from eplb_async.nixl.native import Descriptors
 
@@ -14,8 +12,8 @@ Intervals = tuple[tuple[int, int], ...]
 def intervals_of(blocks: Descriptors) -> Intervals:
     """Merge descriptors into sorted, disjoint address intervals."""
     merged: list[tuple[int, int]] = []
-    for row in blocks[np.argsort(blocks[:, 0], kind="stable")].tolist():
-        start, end = row[0], row[0] + row[1]
+    for start, length, _ in sorted(blocks.tolist()):
+        end = start + length
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:

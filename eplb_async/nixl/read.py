@@ -46,7 +46,8 @@ async def read(endpoint: Endpoint, local: Span, remote: Span, *, timeout: float,
                     within=whole,
                 )
             )
-            await asyncio.sleep(0)
+            if not last:
+                await asyncio.sleep(0)
         for transfer in posted:
             await transfer.future
     except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import numpy.typing as npt
 
 from eplb_async.errors import TransferError, WeightsError
 from eplb_async.nixl.native import Descriptors, Extent
+
+_FEW = 8  # descriptors, which are sooner looked up one by one than by numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +124,17 @@ class Coverage:
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self.extents = sorted((e for e in extents if e.length), key=lambda e: (e.memory, e.device, e.address))
+        self._bounds: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         self._groups: dict[tuple[str, int], tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]] = {}
         for key in {(e.memory, e.device) for e in self.extents}:
             ours = [e for e in self.extents if (e.memory, e.device) == key]
-            self._groups[key] = (
-                np.array([e.address for e in ours], dtype=np.uint64),
-                np.array([e.end for e in ours], dtype=np.uint64),
-            )
+            starts, ends = self._bounds[key] = [e.address for e in ours], [e.end for e in ours]
+            self._groups[key] = np.array(starts, dtype=np.uint64), np.array(ends, dtype=np.uint64)
 
     def outside(self, blocks: Descriptors, memory: str) -> int | None:
         """Index of the first descriptor that no single extent covers, or ``None``."""
+        if len(blocks) <= _FEW:
+            return self._first_outside(blocks, memory)
         for device in sorted(set(blocks[:, 2].tolist())):  # np.unique would import numpy.ma here, on the loop
             mine = np.flatnonzero(blocks[:, 2] == device)
             starts, ends = self._groups.get((memory, device), (None, None))
@@ -142,6 +146,14 @@ class Coverage:
             inside &= blocks[mine, 1] < np.uint64(1 << 63)
             if not inside.all():
                 return int(mine[np.argmin(inside)])
+        return None
+
+    def _first_outside(self, blocks: Descriptors, memory: str) -> int | None:
+        for i, (address, length, device) in enumerate(blocks.tolist()):
+            starts, ends = self._bounds.get((memory, device), ([], []))
+            at = bisect_right(starts, address)
+            if at == 0 or address + length > ends[at - 1]:
+                return i
         return None
 
     def check(self, blocks: Descriptors, memory: str, whose: str) -> None:
