@@ -53,8 +53,8 @@ def panels(results: Mapping[str, Any]) -> list[Panel]:
     for key, title, unit, bar in (
         ("makespan_over_bound", "Simulation: makespan over the lower bound", "times what the busiest NIC needs", 1.15),
         ("messages_per_rank_layer", "Simulation: control messages", "messages per rank and layer", None),
-        ("coordinator_seconds", "Simulation: CPU of the coordinator", "seconds", None),
-        ("memory_mib", "Simulation: memory", "MiB", None),
+        ("coordinator_seconds", "Simulation: CPU of the coordinator", "seconds per layer", None),
+        ("memory_mib", "Simulation: memory", "MiB per rank", None),
     ):
         points = [(one["ranks"], one[key]) for one in simulated if one.get(key) is not None]
         if points:
