@@ -88,7 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
             with contextlib.redirect_stdout(out):
                 show(results)
     if arguments.plot:
-        importlib.import_module("eplb_async.bench.plot").plot(results, arguments.plot)
+        from eplb_async.bench.plot import plot
+        from eplb_async.errors import EplbError
+
+        try:
+            plot(results, arguments.plot)
+        except EplbError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 2
     return _status(arguments, results)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from eplb_async.bench.panels import panels
 from eplb_async.bench.plot import plot
+from eplb_async.cli import main
 from eplb_async.errors import EplbError
 
 
@@ -71,6 +73,15 @@ def test_results_without_a_figure_are_refused(tmp_path: Path) -> None:
     """An empty picture helps nobody."""
     with pytest.raises(EplbError, match="nothing to draw"):
         plot({"scenarios": {}, "bars": []}, tmp_path / "out.png")
+
+
+def test_the_command_says_why_nothing_was_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The results are out by then."""
+    path = tmp_path / "out.png"
+    assert main(["bench", "--part", "planner", "--quick", "--json", "--plot", str(path)]) == 2
+    out, err = capfd.readouterr()
+    assert json.loads(out)["bars"]
+    assert f"bench: {path}: nothing to draw" in err
 
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,11 +64,6 @@ async def counts(comm: AsyncEplbCommunicator) -> dict[str, int]:
     }
 
 
-async def met_seconds(comm: AsyncEplbCommunicator) -> dict[int, float]:
-    """Seconds until each peer had been met, from the start of the exchange."""
-    return dict(comm._session.met_seconds)
-
-
 def _maps() -> list[str]:
     return Path("/proc/self/maps").read_text().splitlines()
 
