@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_async.core.plan import Move
 from eplb_async.core.schedule import ALIGNMENT, pieces, turns
+from eplb_async.core.window import Window
 
 ROOMY = {"max_bytes": 1 << 30, "max_descriptors": 1 << 20}
 
@@ -113,6 +114,22 @@ def test_limits_below_one_are_refused(limits):
     """A batch must be able to hold something."""
     with pytest.raises(ValueError, match="must both be 1 or more"):
         pieces([], [1], rank=0, ep_size=2, **{**ROOMY, **limits})
+
+
+def test_c6_three_hundred_tiny_rows_under_a_cap_of_32():
+    """All go out, never more than 32 at once, and 32 whenever that many are left."""
+    names = ("max_bytes", "max_requests", "max_peer_bytes", "max_peer_requests", "max_peers", "few_bytes")
+    limiter = Window(**{**dict.fromkeys(names, 1 << 40), "max_requests": 32})
+    batches = list(pieces(reads(*[1] * 300), [8], rank=0, ep_size=2, max_bytes=1 << 20, max_descriptors=1))
+    flying, most = [], 0
+    while batches or flying:
+        while batches and limiter.admit(batches[0].source, batches[0].nbytes):
+            flying.append(batches.pop(0))
+        most = max(most, len(flying))
+        assert len(flying) == limiter.requests == min(32, len(batches) + len(flying))
+        done = flying.pop(0)
+        limiter.done(done.source, done.nbytes)
+    assert most == 32
 
 
 def test_batches_go_in_turns():

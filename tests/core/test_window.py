@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_async.core.plan import Move
-from eplb_async.core.schedule import pieces
 from eplb_async.core.window import Outbox, Waiting, Window
 
 NAMES = ("max_bytes", "max_requests", "max_peer_bytes", "max_peer_requests", "max_peers", "few_bytes")
@@ -128,22 +126,6 @@ def test_earlier_layers_go_first_and_a_job_can_be_taken_back():
     assert not outbox.holds("c")
     assert [outbox.take().owner for _ in range(3)] == ["a", "b", "d"]
     assert outbox.take() is None
-
-
-def test_c6_three_hundred_tiny_rows_under_a_cap_of_32():
-    """All go out, never more than 32 at once, and 32 whenever that many are left."""
-    limiter = window(max_requests=32)
-    moves = [Move(0, expert, 1, expert, (expert,)) for expert in range(300)]
-    batches = list(pieces(moves, [8], rank=0, ep_size=2, max_bytes=1 << 20, max_descriptors=1))
-    flying, most = [], 0
-    while batches or flying:
-        while batches and limiter.admit(batches[0].source, batches[0].nbytes):
-            flying.append(batches.pop(0))
-        most = max(most, len(flying))
-        assert len(flying) == limiter.requests == min(32, len(batches) + len(flying))
-        done = flying.pop(0)
-        limiter.done(done.source, done.nbytes)
-    assert most == 32
 
 
 def test_a_request_larger_than_every_limit_goes_alone():
