@@ -19,6 +19,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_bytes_in_flight": (4096, 1 << 40),
     "max_requests_in_flight": (1, 1 << 16),
     "max_peer_requests_in_flight": (1, 1 << 16),
+    "max_peer_bytes_in_flight": (4096, 1 << 40),
+    "max_peers_in_flight": (1, 1 << 16),
+    "max_bytes_per_second": (0, 1 << 40),
     "max_queued_notifications": (1, 1 << 20),
     "max_blob_bytes": (1024, 1 << 30),
     "hot_seconds": (0, 1),
@@ -48,6 +51,11 @@ class Settings:
         max_bytes_in_flight: Bytes of READs in flight at once, all peers together.
         max_requests_in_flight: READ requests in flight at once, all peers together.
         max_peer_requests_in_flight: READ requests in flight at once to one peer.
+        max_peer_bytes_in_flight: Bytes of READs in flight at once to one peer, shared evenly by the ranks that read
+            from it in the same layer. One READ each is always let out.
+        max_peers_in_flight: Peers that a rank reads from at once, and, as far as ranks keep in step, ranks that read
+            from one peer at once. More are let out while less than one post of ``max_post_bytes`` is in flight.
+        max_bytes_per_second: Most bytes that the READs of this rank's migrations bring in a second; 0 for no limit.
         max_queued_notifications: Notifications kept of each peer for the iterator; older ones are dropped and counted.
         max_blob_bytes: Largest metadata blob accepted from a peer.
         hot_seconds: How long the poller laps without a pause after it last saw progress.
@@ -76,6 +84,9 @@ class Settings:
     max_bytes_in_flight: int = 64 * _MIB
     max_requests_in_flight: int = 32
     max_peer_requests_in_flight: int = 8
+    max_peer_bytes_in_flight: int = 64 * _MIB
+    max_peers_in_flight: int = 4
+    max_bytes_per_second: int = 0
     max_queued_notifications: int = 4096
     max_blob_bytes: int = 4 * _MIB
     hot_seconds: float = 0.002

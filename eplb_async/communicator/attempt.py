@@ -61,6 +61,11 @@ class Attempt:
         self._begun: float | None = None
         self._polls = endpoint.native.polls
 
+    @property
+    def held(self) -> str:
+        """Why the owner of this rank holds its READs back, in words; empty if none is held."""
+        return "" if self.run is None else self.run.held
+
     def begin(self, epoch: int, members: frozenset[int]) -> None:
         """BEGIN came: post READs."""
         self._begun = self._loop.time()
@@ -71,6 +76,7 @@ class Attempt:
         """The epoch is over here: see it through, then say so."""
         self._moved = self._loop.time()
         self.again = ended.again
+        held = self.held
         if self.run is not None:
             try:
                 await self.run.finish(ended.committed)
@@ -81,7 +87,7 @@ class Attempt:
             if not self.result.done():
                 self.result.set_result(self._report(ended))
         else:
-            self.fail(self.cause or _aborted(ended, self.plan, late=self.late))
+            self.fail(self.cause or _aborted(ended, self.plan, late=self.late, held=held))
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""
@@ -117,13 +123,14 @@ class Attempt:
         )
 
 
-def _aborted(ended: Ended, plan: MigrationPlan, *, late: bool) -> EplbError:
+def _aborted(ended: Ended, plan: MigrationPlan, *, late: bool, held: str) -> EplbError:
     who = f"rank {ended.origin}" if ended.origin >= 0 else "the view"
     when = f"in epoch {ended.epoch}" if ended.epoch else "before its epoch began"
     kind = MigrationTimeout if late else MigrationAborted
     return kind(
         f"migration aborted {when} by {who}: {ended.reason or 'no reason given'}; layers [0, {ended.committed}) "
         "hold the new placement on every rank of the view; migrate again when that is mended"
+        + (f"; {held}" if held and held not in ended.reason else "")
         + ("; lost experts are loaded only if every rank passes load_expert" if plan.lost and not ended.epoch else ""),
         epoch=ended.epoch,
         origin=ended.origin if ended.origin >= 0 else None,

@@ -16,6 +16,7 @@ from eplb_async.communicator.members import Member, memory_of
 from eplb_async.communicator.reads import Reads, Traffic
 from eplb_async.core.detours import Detours
 from eplb_async.core.plan import MigrationPlan, Move
+from eplb_async.core.throttle import Throttle
 from eplb_async.engine import LoopEngine
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
@@ -36,6 +37,7 @@ class EpochRun:
         staging: Where READs land.
         copier: Copies rows.
         settings: Limits.
+        throttle: What the owner of this rank lets its READs do.
         version: Weight version that every entry must carry.
         loader: Loads experts that no member holds; may be ``None`` if there are none.
         digester: Digests what was staged, where digests are checked.
@@ -58,6 +60,7 @@ class EpochRun:
         staging: Staging,
         copier: Copier,
         settings: Settings,
+        throttle: Throttle,
         version: int,
         loader: Loader | None,
         digester: Digester | None,
@@ -97,14 +100,16 @@ class EpochRun:
         self._apply_task: asyncio.Task[Any] | None = None
         self._freed = asyncio.Event()
         self._reads = Reads(
+            plan=plan,
             rank=rank,
-            ep_size=plan.new.ep_size,
             sources=sources,
             engine=engine,
             endpoint=endpoint,
             settings=settings,
+            throttle=throttle,
             deadline=deadline,
             traffic=self.traffic,
+            spawn=self._spawn,
         )
 
     def start(self) -> None:
@@ -159,6 +164,15 @@ class EpochRun:
         """The caller's code that is waited for, in words; empty if none is."""
         return self._loader.waiting if self._loader is not None else ""
 
+    @property
+    def held(self) -> str:
+        """Why the owner of this rank holds its READs back, in words; empty if none is held."""
+        return self._reads.held
+
+    def stir(self) -> None:
+        """READs that waited may go now."""
+        self._reads.stir()
+
     # ------------------------------------------------------------------------------------------- staging
     def _stage_from(self, first: int) -> None:
         self._stager = self._spawn(self._stage_layers(first), "staging")
@@ -173,7 +187,6 @@ class EpochRun:
             local = self._copy_local(job)
             loads = self._spawn(self._load(job), f"loads of layer {layer}") if self._lacks(job) else None
             self._at_work[layer] = [task for task in (loads,) if task is not None]
-            await self._reads.post(job)
             self._at_work[layer].append(self._spawn(self._complete(job, local, loads), f"layer {layer}"))
 
     def _copy_local(self, job: LayerJob) -> asyncio.Task[None] | None:
@@ -228,6 +241,7 @@ class EpochRun:
     async def _complete(
         self, job: LayerJob, local: asyncio.Task[None] | None, loads: asyncio.Task[None] | None
     ) -> None:
+        await self._reads.post(job)
         failed = await self._reads.outcome(job)
         if local is not None:
             await asyncio.shield(local)

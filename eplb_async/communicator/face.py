@@ -243,6 +243,38 @@ class AsyncEplbCommunicator:
                 with contextlib.suppress(CommunicatorClosed):
                     self._engine.post(owner.release)
 
+    def pause(self) -> None:
+        """Post no READ any more until :meth:`resume`, so that requests have the network to themselves.
+
+        Takes effect at once, also within a migration; between migrations, the next one waits at its first READ.
+        READs in flight end, copies within the rank go on, and peers read from this rank as before. Deadlines run:
+        every rank waits for this one's READs, so a pause longer than what is left of ``migrate``'s timeout ends the
+        migration on all of them. Cheap, and paused already it does nothing.
+
+        Raises:
+            CommunicatorClosed: It is closed.
+        """
+        self._check_usable()
+        if not self._session.throttle.paused:
+            self._session.throttle.paused = True
+            _log.info("paused: no READ is posted until resume()")
+
+    def limit(self, max_bytes_per_second: int) -> None:
+        """Limit what this rank's READs bring, from now on, as ``settings.max_bytes_per_second`` does from ``open`` on.
+
+        READs that are made again count; copies within the rank, and what peers read from this rank, do not.
+
+        Args:
+            max_bytes_per_second: Bytes a second; 0 for no limit.
+
+        Raises:
+            ValueError: It is no such number; nothing has changed.
+            CommunicatorClosed: It is closed.
+        """
+        self._check_usable()
+        chosen = Settings(max_bytes_per_second=max_bytes_per_second).max_bytes_per_second
+        self._engine.post(lambda: self._session.limit(chosen))
+
     async def suspend(self, *, timeout: float | None = None) -> None:
         """Let go of all memory, weights and staging, so that it can be freed (sleep mode); :meth:`resume` comes back.
 
@@ -271,12 +303,14 @@ class AsyncEplbCommunicator:
             self._weights.release()
 
     async def resume(self) -> None:
-        """Come back from :meth:`suspend`: register the weights as they are now, and allocate staging again.
+        """End a :meth:`pause`, and come back from :meth:`suspend`.
 
+        Paused: READs go on, at once. Suspended: register the weights as they are now, and allocate staging again.
         Tensors may have moved. The bytes must be those of the current placement: if they were written anew,
-        :meth:`updating_weights` says so, before or after. Not suspended, this returns at once.
+        :meth:`updating_weights` says so, before or after. Neither, this returns at once.
 
-        Cancelled: resuming goes on in the background; call it again to wait for it.
+        Cancelled: the pause is over; resuming from a suspension goes on in the background; call it again to wait for
+        it. Failed: the pause is over all the same.
 
         Raises:
             WeightsError: A tensor cannot be moved, is of another kind than before, or there is no memory for
@@ -287,6 +321,13 @@ class AsyncEplbCommunicator:
             CommunicatorClosed: It is closed, or was fenced by the others.
         """
         owner = self._session.owner
+        self._check_usable()
+        if self._session.throttle.paused:
+            self._session.throttle.paused = False
+            _log.info("no longer paused")
+            self._engine.post(self._session.stir)
+            if not owner.suspended:
+                return
         with self._owning("resume"):
             if await self._engine.run(owner.is_suspended):
                 self._weights.rebind()  # the caller's callable runs on the caller's loop

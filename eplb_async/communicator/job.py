@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from eplb_async.communicator.members import memory_of
@@ -32,6 +33,7 @@ class LayerJob:
         specs: The layer's tensors.
         pieces: Staging by memory type.
         sent: Batches posted so far.
+        posted: Set when all have been.
         offsets: Where each tensor's rows begin in the piece of its memory type.
         sizes: Bytes of staging by memory type.
     """
@@ -43,6 +45,7 @@ class LayerJob:
         self.specs = [place.spec for place in layout.layers[layer]]
         self.pieces: dict[str, Piece] = {}
         self.sent: list[Sent] = []
+        self.posted = asyncio.Event()
         self.offsets, sizes = pack([(memory_of(s.device), s.row_bytes * len(moves)) for s in self.specs])
         self.sizes = {memory: size for memory, size in sizes.items() if size and moves}
 

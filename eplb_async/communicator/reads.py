@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from eplb_async.communicator.job import LayerJob, Sent
 from eplb_async.communicator.members import Member, device_index, memory_of
-from eplb_async.core.schedule import Batch, Window, pieces
+from eplb_async.core.plan import MigrationPlan
+from eplb_async.core.schedule import ALIGNMENT, Batch, pieces, turns
+from eplb_async.core.throttle import Throttle
+from eplb_async.core.window import Outbox, Waiting, Window
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout, TransferError
 from eplb_async.nixl.endpoint import Endpoint
@@ -33,71 +38,144 @@ class Traffic:
 class Reads:
     """Posts READs into staging.
 
+    Batches of all jobs wait in one outbox; one task posts those that the window and the throttle let out, one at a
+    time, so that a lap of the poller comes between two posts.
+
     Args:
+        plan: What moves.
         rank: This rank.
-        ep_size: Ranks in the group.
         sources: Members by rank.
         engine: The engine loop.
         endpoint: This rank's agent.
         settings: Limits.
+        throttle: What the owner of this rank lets it do.
         deadline: Loop time at which READs have failed.
         traffic: Counts what is read.
+        spawn: Starts a task that ends with the epoch, and whose failure is the epoch's.
     """
 
     def __init__(
         self,
         *,
+        plan: MigrationPlan,
         rank: int,
-        ep_size: int,
         sources: Mapping[int, Member],
         engine: LoopEngine,
         endpoint: Endpoint,
         settings: Settings,
+        throttle: Throttle,
         deadline: float,
         traffic: Traffic,
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ) -> None:
+        self._plan = plan
         self._rank = rank
-        self._ep_size = ep_size
         self._sources = sources
         self._engine = engine
         self._endpoint = endpoint
         self._settings = settings
+        self._throttle = throttle
         self._deadline = deadline
         self._traffic = traffic
+        self._spawn = spawn
         self._window = Window(
             max_bytes=settings.max_bytes_in_flight,
             max_requests=settings.max_requests_in_flight,
-            max_peer_bytes=settings.max_bytes_in_flight,
+            max_peer_bytes=settings.max_peer_bytes_in_flight,
             max_peer_requests=settings.max_peer_requests_in_flight,
+            max_peers=settings.max_peers_in_flight,
+            few_bytes=settings.max_post_bytes,
         )
+        self._outbox: Outbox[LayerJob] = Outbox(self._window)
+        self._poster: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
 
     async def post(self, job: LayerJob) -> None:
-        """Post all READs of a job, as the window lets them out; its pieces are allocated.
+        """Post all READs of a job, as window and throttle let them out; its pieces are allocated.
+
+        Cancelled: those that wait are not posted.
+        """
+        self._outbox.put(self._batches(job))
+        if not self._outbox.holds(job):
+            return
+        if self._poster is None or self._poster.done():
+            self._poster = self._spawn(self._post_waiting(), "posts")
+        try:
+            await job.posted.wait()
+        finally:
+            self._outbox.drop(job)
+
+    def stir(self) -> None:
+        """Look again at what waits: something else may be let out now."""
+        self._room.set()
+
+    @property
+    def held(self) -> str:
+        """Why the owner's throttle holds READs back, in words; empty if it does not."""
+        return self._throttle.words if len(self._outbox) and self._delay() else ""
+
+    def _batches(self, job: LayerJob) -> list[Waiting[LayerJob]]:
+        reader, source = self._plan.reads(job.layer)
+        most = self._throttle.post_bytes(self._settings.max_post_bytes, ALIGNMENT)
+        ours = turns(
+            reader,
+            source,
+            rank=self._rank,
+            ep_size=self._plan.new.ep_size,
+            expert_bytes=sum(spec.row_bytes for spec in job.specs),
+            max_bytes=most,
+        )
+        return [
+            Waiting(job.layer, batch, ours.readers[batch.source], job)
+            for memory in job.sizes
+            for batch in pieces(
+                job.moves,
+                [spec.row_bytes if memory_of(spec.device) == memory else 0 for spec in job.specs],
+                max_bytes=most,
+                max_descriptors=self._settings.max_post_descriptors,
+                rank=self._rank,
+                ep_size=self._plan.new.ep_size,
+                order=ours.order,
+            )
+        ]
+
+    async def _post_waiting(self) -> None:
+        """Post what waits, until nothing does.
 
         Raises:
             NixlTransferFailed: One failed at once, and another source would not help.
         """
-        for memory in job.sizes:
-            row_bytes = [s.row_bytes if memory_of(s.device) == memory else 0 for s in job.specs]
-            for batch in pieces(
-                job.moves,
-                row_bytes,
-                max_bytes=self._settings.max_post_bytes,
-                max_descriptors=self._settings.max_post_descriptors,
-                rank=self._rank,
-                ep_size=self._ep_size,
-            ):
-                while not self._window.admit(batch.source, batch.nbytes):
-                    self._room.clear()
-                    await self._room.wait()
-                try:
-                    job.sent.append(Sent(batch, self._post_batch(job, batch, memory)))
-                except NixlTransferFailed as error:
-                    if not self.may_retry(error):
-                        raise
-                    job.sent.append(Sent(batch, error=error))
-                await asyncio.sleep(0)
+        while len(self._outbox):
+            delay = self._delay()
+            waiting = self._outbox.take() if not delay else None
+            if waiting is None:
+                await self._until_stirred(delay)
+                continue
+            job, batch = waiting.owner, waiting.batch
+            memory = memory_of(job.specs[int(batch.tensor[0])].device)  # tensors of one batch share it
+            self._throttle.spend(batch.nbytes, self._engine.loop.time())
+            try:
+                job.sent.append(Sent(batch, self._post_batch(job, batch, memory)))
+            except NixlTransferFailed as error:
+                if not self.may_retry(error):
+                    raise
+                job.sent.append(Sent(batch, error=error))
+            if not self._outbox.holds(job):
+                job.posted.set()
+            await asyncio.sleep(0)
+
+    def _delay(self) -> float:
+        return self._throttle.delay(self._engine.loop.time())
+
+    async def _until_stirred(self, delay: float) -> None:
+        """Wait until :meth:`stir`, at most ``delay`` seconds if that is neither 0 nor infinite."""
+        self._room.clear()
+        timer = self._engine.loop.call_later(delay, self._room.set) if 0 < delay < math.inf else None
+        try:
+            await self._room.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def outcome(self, job: LayerJob) -> dict[int, Exception]:
         """Wait until every READ of a job is over.
@@ -182,7 +260,7 @@ class Reads:
 
         def ended(future: asyncio.Future[None]) -> None:
             self._window.done(batch.source, batch.nbytes)
-            self._room.set()
+            self.stir()
             if not future.cancelled() and future.exception() is None:
                 self._traffic.bytes_read += batch.nbytes
                 peer[0] += batch.nbytes

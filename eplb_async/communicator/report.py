@@ -66,6 +66,8 @@ class Health:
         quarantined_bytes: Bytes that READs without an awaiter may still write.
         recycled: How often the agent was replaced: to get its staging back, and by ``rebind``, ``suspend``, ``resume``.
         weight_version: Weight version of this rank's rows; the same on all ranks, or they cannot migrate.
+        paused: Whether it posts no READ until ``resume``.
+        max_bytes_per_second: Most bytes that its READs bring in a second; 0 for no limit.
         half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.
@@ -93,6 +95,8 @@ class Health:
     quarantined_bytes: int
     recycled: int
     weight_version: int = 0
+    paused: bool = False
+    max_bytes_per_second: int = 0
     half_written: tuple[int, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     last_error: str = ""
@@ -101,6 +105,10 @@ class Health:
         left = "" if self.seconds_left is None else f" ({self.seconds_left:.1f} s left)"
         parts = [f"rank {self.rank}: {self.phase} for {self.seconds_in_phase:.1f} s{left}"]
         parts.append(f"term {self.term} of ranks {_listed(self.members)}, epoch {self.epoch}")
+        if self.paused:
+            parts.append("paused: posts no READ until resume()")
+        if self.max_bytes_per_second:
+            parts.append(f"limited to {self.max_bytes_per_second} bytes a second")
         if self.layer is not None:
             parts.append(
                 f"layer {self.layer} of {self.num_layers} ({self.prepared} prepared, {self.committed} committed)"

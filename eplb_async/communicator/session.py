@@ -31,6 +31,7 @@ from eplb_async.core.events import Phase, Proof
 from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
+from eplb_async.core.throttle import Throttle
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import (
     CommunicatorClosed,
@@ -48,6 +49,7 @@ from eplb_async.weights import Copier, Digester, ExpertWeights, Staging, make_bu
 
 _log = logging.getLogger("eplb_async.communicator")
 _DRAIN_SECONDS = 0.5
+_HAIR = 1e-4
 
 
 class Session:
@@ -83,6 +85,7 @@ class Session:
         self.weights = weights
         self.version = 0
         self.met_seconds: dict[int, float] = {}
+        self.throttle = Throttle(settings.max_bytes_per_second)
         self._engine = engine
         self._copier = copier
         self._roster = Roster()
@@ -277,6 +280,16 @@ class Session:
         sizes = tuple(layout.layer_bytes(layer) for layer in range(len(layout.layers)))
         return Forecast(self._plan(new), sizes, gbps=gbps, local_gbps=local_gbps)
 
+    def stir(self) -> None:
+        """The throttle was changed: READs that wait may go."""
+        if self.driver.attempt is not None and self.driver.attempt.run is not None:
+            self.driver.attempt.run.stir()
+
+    def limit(self, bytes_per_second: int) -> None:
+        """Another limit of this rank's READs; 0 for none."""
+        self.throttle.limit(bytes_per_second, self._engine.loop.time())
+        self.stir()
+
     def health(self) -> Health:
         """What is going on; reads only, so any thread may call it."""
         driver, protocol, endpoint = self.driver, self.driver.protocol, self.endpoint
@@ -307,6 +320,8 @@ class Session:
             quarantined_bytes=stats.quarantined_bytes,
             recycled=self._agents.recycled,
             weight_version=self.version,
+            paused=self.throttle.paused,
+            max_bytes_per_second=self.throttle.bytes_per_second,
             half_written=tuple(sorted(self.owner.half_written)),
             dropped={why: count for why, count in dropped.items() if count},
             last_error=driver.last_error,
@@ -415,10 +430,11 @@ class Session:
             staging=self._staging,
             copier=self._copier,
             settings=self.settings,
+            throttle=self.throttle,
             version=self.version,
             loader=attempt.loader,
             digester=self.owner.digester,
-            deadline=attempt.deadline,
+            deadline=attempt.deadline - _HAIR,  # a READ that is late is the cause, so it is late first
             on_staged=staged,
             on_failed=failed,
             on_applied=applied,
@@ -436,6 +452,8 @@ class Session:
             waiting += f", and without ranks {lost} there is no majority: say which are dead with exclude()"
         if attempt.run is not None and attempt.run.waiting:
             waiting += f", waiting for {attempt.run.waiting} of this rank"
+        if attempt.held:
+            waiting += f"; {attempt.held}"
         attempt.late = True
         self.driver.give_up(
             attempt,

@@ -19,6 +19,7 @@ _ADVICE = {
     "joined": "see whether those ranks live and have called migrate() with the same placement; exclude(rank) says that "
     "one is dead",
     "open": "see whether the ranks waited for and read from run and are reachable; exclude(rank) says that one is dead",
+    "paused": "await resume() on this rank: it is paused, and all ranks wait for its READs",
     "settling": "nothing if it ends soon; exclude(rank) says that a rank waited for is dead",
     "view_change": "see whether the ranks waited for run; exclude(rank) says that one is dead",
     "in_doubt": "say with exclude(rank) which ranks are dead; until a view decides, nothing is applied",
@@ -76,7 +77,8 @@ class Watchdog:
 
     def _bark(self, since: float, waited: float) -> None:
         health = self._health()
-        _log.warning("%s. Next: %s", health, _ADVICE.get(health.phase, "see health()"))
+        advice = "paused" if health.paused and health.phase == "open" else health.phase
+        _log.warning("%s. Next: %s", health, _ADVICE.get(advice, "see health()"))
         # A hair later than double, so that a deadline of that moment ends the phase first.
         again = max(2 * waited * _HAIR, 0.001)
         self._timer = self._loop.call_at(since + again, self._bark, since, again)

@@ -164,8 +164,14 @@ class MigrationPlan:
 
     def reads_by_source(self, layer: int) -> _Longs:
         """READs that each rank serves in ``layer``, int64 ``[ep_size]``."""
-        chosen = self.source[(self.layer == layer) & (self.source != self.reader) & (self.source >= 0)]
-        return np.bincount(chosen, minlength=self.new.ep_size)
+        return np.bincount(self.reads(layer)[1], minlength=self.new.ep_size)
+
+    def reads(self, layer: int) -> tuple[_Ints, _Ints]:
+        """Reader and source of each READ of ``layer``, all ranks together; both ``[num_reads]``."""
+        first, stop = self._move_offsets[[layer * self.new.ep_size, (layer + 1) * self.new.ep_size]].tolist()
+        reader, source = self.reader[first:stop], self.source[first:stop]
+        read = (source != reader) & (source >= 0)
+        return reader[read], source[read]
 
     def max_incoming(self, bytes_per_layer: Sequence[int]) -> int:
         """Bytes of staging that the busiest rank needs for its busiest layer, local copies included.

@@ -24,7 +24,7 @@ def test_phases_are_told_apart_even_when_begin_comes_in_the_tick_of_join() -> No
         async def finish(committed: int) -> None:
             now[0] += 2.0
 
-        epoch: Any = SimpleNamespace(start=lambda: None, finish=finish, traffic=Traffic())
+        epoch: Any = SimpleNamespace(start=lambda: None, finish=finish, traffic=Traffic(), held="")
         plan: Any = None
         attempt = Attempt(
             plan, deadline=200.0, endpoint=endpoint, loop=clock, planned_seconds=0.5, make_run=lambda _: epoch

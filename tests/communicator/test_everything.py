@@ -76,6 +76,8 @@ class World:
             idle_tick=0.5,
             verify=self.random.choice(("off", "identity", "full", "full")),
             retry_reads=self.random.random() < 0.8,
+            max_peers_in_flight=self.random.choice((1, 2, 4)),
+            max_requests_in_flight=self.random.choice((1, 3, 32)),
         )
         self.fabric = MemoryFabric(
             latency=self.random.choice((20e-6, 1e-3, 20e-3)),
@@ -182,6 +184,16 @@ def call_of(world: World, rank: int, what: str, about: Any, limit: float, loader
         wake(world, rank)
         await comm.resume()
 
+    async def pause() -> None:
+        try:
+            comm.pause()
+            comm.limit(choose.choice((0, 0, 1000)))
+            await asyncio.sleep(choose.choice((0.0, 0.1, 1.0)))
+            comm.limit(0)
+        finally:
+            wake(world, rank)
+            await comm.resume()
+
     async def migrate() -> None:
         load = None if loader == "none" else world.load(rank, how=choose.choice((loader, loader, "plain")))
         await comm.migrate(about, timeout=limit, load_expert=load)
@@ -192,6 +204,7 @@ def call_of(world: World, rank: int, what: str, about: Any, limit: float, loader
         "update": update,
         "suspend": suspend,
         "nap": nap,
+        "pause": pause,
         "rebind": lambda: comm.rebind(timeout=limit),
     }
     return calls[what]
@@ -210,7 +223,7 @@ async def script(world: World, rank: int, aims: list[tuple[str, Any]], loader: s
 
 async def aside(world: World, rank: int) -> None:
     """Something of its owner's meanwhile."""
-    what = world.random.choice(("update", "update", "suspend", "nap", "nap", "nap", "rebind"))
+    what = world.random.choice(("update", "update", "suspend", "nap", "nap", "nap", "rebind", "pause", "pause"))
     await asyncio.sleep(10 ** world.random.uniform(-5, 0))
     await bounded(
         world, rank, what, 2.0, call_of(world, rank, what, None, 2.0, "none"), cut=world.random.random() < 0.2

@@ -1,4 +1,4 @@
-"""Batches: every byte of every READ once, under the limits; the window: never more in flight than allowed."""
+"""Batches: every byte of every READ once, under the limits; turns: whose it is at which source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_async.core.plan import Move
-from eplb_async.core.schedule import ALIGNMENT, Window, pieces
+from eplb_async.core.schedule import ALIGNMENT, pieces, turns
+from eplb_async.core.window import Window
 
 ROOMY = {"max_bytes": 1 << 30, "max_descriptors": 1 << 20}
 
@@ -115,46 +116,10 @@ def test_limits_below_one_are_refused(limits):
         pieces([], [1], rank=0, ep_size=2, **{**ROOMY, **limits})
 
 
-def window(**limits):
-    """A window without limits but those given."""
-    names = ("max_bytes", "max_requests", "max_peer_bytes", "max_peer_requests")
-    return Window(**{**dict.fromkeys(names, 1 << 40), **limits})
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 50)), max_size=40),
-    st.fixed_dictionaries(
-        {name: st.integers(1, 60) for name in ("max_bytes", "max_requests", "max_peer_bytes", "max_peer_requests")}
-    ),
-    st.randoms(use_true_random=False),
-)
-def test_a_window_keeps_its_limits_and_lets_everything_through(requests, limits, random):
-    """Limits hold unless a request is alone in its scope; retrying lets all through."""
-    limiter = window(**limits)
-    waiting, flying = list(requests), []
-    while waiting or flying:
-        refused = []
-        for peer, nbytes in waiting:
-            if limiter.admit(peer, nbytes):
-                flying.append((peer, nbytes))
-            else:
-                refused.append((peer, nbytes))
-        waiting = refused
-        assert flying
-        assert (limiter.requests, limiter.nbytes) == (len(flying), sum(nbytes for _, nbytes in flying))
-        for peer in range(3):
-            theirs = [nbytes for to, nbytes in flying if to == peer]
-            assert len(theirs) <= limits["max_peer_requests"]
-            assert sum(theirs) <= limits["max_peer_bytes"] or len(theirs) == 1
-        assert len(flying) <= limits["max_requests"]
-        assert sum(nbytes for _, nbytes in flying) <= limits["max_bytes"] or len(flying) == 1
-        limiter.done(*flying.pop(random.randrange(len(flying))))
-    assert (limiter.requests, limiter.nbytes) == (0, 0)
-
-
 def test_c6_three_hundred_tiny_rows_under_a_cap_of_32():
     """All go out, never more than 32 at once, and 32 whenever that many are left."""
-    limiter = window(max_requests=32)
+    names = ("max_bytes", "max_requests", "max_peer_bytes", "max_peer_requests", "max_peers", "few_bytes")
+    limiter = Window(**{**dict.fromkeys(names, 1 << 40), "max_requests": 32})
     batches = list(pieces(reads(*[1] * 300), [8], rank=0, ep_size=2, max_bytes=1 << 20, max_descriptors=1))
     flying, most = [], 0
     while batches or flying:
@@ -167,30 +132,74 @@ def test_c6_three_hundred_tiny_rows_under_a_cap_of_32():
     assert most == 32
 
 
-def test_a_request_larger_than_every_limit_goes_alone():
-    """It waits for the others and the others for it, but it goes."""
-    limiter = window(max_bytes=10, max_peer_bytes=5)
-    assert limiter.admit(1, 1)
-    assert not limiter.admit(2, 100)
-    limiter.done(1, 1)
-    assert limiter.admit(2, 100)
-    assert not limiter.admit(1, 0)
+def test_batches_go_in_turns():
+    """The batches of a source are spread over its turns; sources without a turn come last and alternate."""
+    moves = reads(1, 1, 1, 2, 3, 3, 4)
+    limits = {"max_bytes": 8, "max_descriptors": 1}
+    batches = pieces(moves, [8], rank=0, ep_size=5, order=(2, 1, 4, 1), **limits)
+    assert [batch.source for batch in batches] == [2, 1, 1, 4, 1, 3, 3]
+    batches = pieces(moves, [8, 4], rank=0, ep_size=5, order=(2, 1, 2, 2, 1, 1), **limits)
+    assert [batch.source for batch in batches] == [2, 1, 1, 2, 1, 1, 1, 1, 3, 4, 3, 4, 3, 3]
 
 
-def test_requests_without_bytes_count_as_requests():
-    """The cap on requests holds whatever they weigh."""
-    limiter = window(max_requests=1)
-    assert limiter.admit(1, 0)
-    assert not limiter.admit(1, 0)
+layers_reads = st.integers(2, 9).flatmap(
+    lambda n: st.tuples(
+        st.just(n), st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda e: e[0] != e[1]))
+    )
+)
 
 
-def test_a_window_refuses_nonsense():
-    """Limits below one, and completions of what is not in flight."""
-    with pytest.raises(ValueError, match="must be 1 or more"):
-        window(max_requests=0)
-    limiter = window()
-    limiter.admit(1, 5)
-    for peer, nbytes in ((2, 5), (1, 6)):
-        with pytest.raises(ValueError, match=f"peer {peer} has .* {nbytes} are not"):
-            limiter.done(peer, nbytes)
-    assert (limiter.requests, limiter.nbytes) == (1, 5)
+def all_turns(n, edges, expert_bytes=10, max_bytes=10):
+    """Turns of every rank."""
+    reader, source = np.array(edges, dtype=np.int32).reshape(-1, 2).T
+    sizes = {"expert_bytes": expert_bytes, "max_bytes": max_bytes}
+    return [turns(reader, source, rank=rank, ep_size=n, **sizes) for rank in range(n)]
+
+
+@given(layers_reads, st.sampled_from([1, 10, 1000]), st.randoms(use_true_random=False))
+def test_turns_hold_each_read_once_and_do_not_depend_on_the_order_of_the_plan(layer, expert_bytes, random):
+    """A turn for each expert, or for as many as fit into a batch; the same from the same READs in another order."""
+    n, edges = layer
+    found = all_turns(n, edges, expert_bytes, 100)
+    for rank, mine in enumerate(found):
+        wanted = Counter(source for reader, source in edges if reader == rank)
+        assert Counter(mine.order) == {
+            source: min(count, -(-count * expert_bytes // 100)) for source, count in wanted.items()
+        }
+        assert mine.readers == tuple(len({r for r, s in edges if s == source}) for source in range(n))
+    shuffled = list(edges)
+    random.shuffle(shuffled)
+    assert all_turns(n, shuffled, expert_bytes, 100) == found
+
+
+def crowds(orders):
+    """Most readers that one source serves in each step, if every rank takes its turns one after the other."""
+    steps = max(map(len, orders))
+    return [max(Counter(order[i] for order in orders if i < len(order)).values()) for i in range(steps)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 13])
+@pytest.mark.parametrize("times", [1, 3])
+def test_where_everybody_reads_from_everybody_no_source_serves_two_at_once(n, times):
+    """The least number of turns, and one reader at each source in each of them."""
+    edges = [(r, s) for r in range(n) for s in range(n) if r != s] * times
+    assert crowds([mine.order for mine in all_turns(n, edges)]) == [1] * times * (n - 1)
+
+
+def test_readers_that_keep_to_their_turns_seldom_meet():
+    """Random READs of 32 ranks, 10 each: until few are left, fewer meet than if each went around the group."""
+    rng = np.random.default_rng(7)
+    ours, around = [], []
+    for _ in range(10):
+        wanted = [[int(s) for s in rng.choice([s for s in range(32) if s != r], 10)] for r in range(32)]
+        ours += crowds([mine.order for mine in all_turns(32, [(r, s) for r in range(32) for s in wanted[r]])])[:7]
+        around += crowds([sorted(wanted[r], key=lambda s: (s - r) % 32) for r in range(32)])[:7]
+    assert np.mean(ours) < 0.75 * np.mean(around), (np.mean(ours), np.mean(around))
+
+
+def test_a_hot_source_is_busy_from_the_first_turn_on():
+    """All of 16 ranks need a row of rank 0 and rows of others: in the first turn exactly one reads from rank 0."""
+    edges = [(r, s) for r in range(1, 16) for s in (0, r % 15 + 1, (r + 6) % 15 + 1)]
+    first = [mine.order[0] for mine in all_turns(16, edges) if mine.order]
+    assert first.count(0) == 1
+    assert max(Counter(first).values()) <= 2
