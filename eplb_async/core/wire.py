@@ -217,6 +217,11 @@ _KINDS: tuple[type[Message], ...] = (
 """A kind's number on the wire is its index. Append only."""
 
 
+def kind_of(data: bytes) -> str:
+    """What kind of message some bytes say they are, unchecked: for counting."""
+    return _KINDS[data[len(MAGIC) + 1]].__name__
+
+
 def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list[tuple[str, _Form]]]]:
     """Number and body of each kind of message: its fields in order, each with its form."""
     flag = _number(_U8, "flag", 1)

@@ -56,6 +56,7 @@ class LocalCluster:
         faults: What goes wrong; agents are named ``default/{rank}.``.
         settings: Settings of every rank.
         fabric: The network; default a new one with ``faults``.
+        nodes: Host label of each rank; default all are on this one.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LocalCluster:
         faults: FaultPlan | None = None,
         settings: Settings | None = None,
         fabric: MemoryFabric | None = None,
+        nodes: Sequence[str] | None = None,
     ) -> None:
         self.fabric = fabric or MemoryFabric(faults)
         self.rendezvous = MemoryRendezvous()
@@ -75,6 +77,7 @@ class LocalCluster:
         self._buried: list[AsyncEplbCommunicator] = []
         self._row_bytes = row_bytes
         self._placement = placement
+        self._nodes = nodes
         self._settings = settings or Settings(secret=b"the cluster's secret")
 
     async def __aenter__(self) -> LocalCluster:
@@ -170,6 +173,7 @@ class LocalCluster:
             weights=(rows or self.rows[rank]).layers,
             placement=placement or self._placement,
             rendezvous=self.rendezvous,
+            node=None if self._nodes is None else self._nodes[rank],
             settings=self._settings,
             timeout=timeout,
             engine=LoopEngine(asyncio.get_running_loop()),

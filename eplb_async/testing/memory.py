@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import heapq
 import itertools
 import json
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -145,6 +145,16 @@ class MemoryFabric:
         """Whether the other's process exists and no link is cut."""
         return self.life(other) is not Life.DEAD and frozenset((one, other)) not in self._cut
 
+    def begin_read(self, reader: str, source: str, nbytes: int) -> Callable[[], float]:
+        """A READ is on its way; returns what says when its bytes are there. For a model of a network to change."""
+        taken = 0.0 if self.done_in_post else self.latency + nbytes / self.bytes_per_second
+        arrives = self.now() + taken
+        return lambda: arrives
+
+    def begin_message(self, sender: str, receiver: str, message: bytes) -> float:
+        """A notification is on its way; returns when it is there. For a model of a network to change."""
+        return self.now() + self.latency
+
     def gone(self, agent: MemoryNative) -> None:
         """An agent has been destroyed; called by the agent."""
         if self.agents.get(agent.name) is agent:
@@ -176,7 +186,9 @@ class _Request:
     nbytes: int
     faults: list[ReadFault]
     posted_at: float | None = None
-    due: float = 0.0
+    arrival: Callable[[], float] = lambda: 0.0
+    delay: float = 0.0
+    held_until: float = 0.0
     source_laps: int = 0
     notif: bytes = b""
     held: bool = False
@@ -189,14 +201,12 @@ class _Request:
     def in_flight(self) -> bool:
         return self.posted_at is not None and not self.landed
 
+    @property
+    def due(self) -> float:
+        return max(self.held_until, self.arrival() + self.delay)
+
     def failing(self, phase: str) -> ReadFault | None:
         return next((f for f in self.faults if f.status and f.phase == phase), None)
-
-
-@dataclass(slots=True)
-class _Mail:
-    message: bytes
-    due: float
 
 
 @dataclass(slots=True)
@@ -222,7 +232,7 @@ class MemoryNative:
         self._remotes: dict[str, _Remote] = {}
         self._poisoned: set[str] = set()
         self._flying: dict[_Request, None] = {}
-        self._inbox: dict[str, list[_Mail]] = defaultdict(list)
+        self._inbox: list[tuple[float, int, str, bytes]] = []  # a heap: due, number, sender, message
         self._outbox: list[tuple[str, bytes]] = []
 
     # ------------------------------------------------------------------------------------- registration
@@ -341,10 +351,8 @@ class MemoryNative:
         request.notif = notif
         request.source_laps = source.laps if source else 0
         request.held = any(f.held for f in request.faults)
-        duration = 0.0
-        if not self.fabric.done_in_post:
-            duration = self.fabric.latency + request.nbytes / self.fabric.bytes_per_second
-        request.due = now + duration + sum(f.delay for f in request.faults)
+        request.arrival = self.fabric.begin_read(self.name, request.peer, request.nbytes)
+        request.delay = sum(f.delay for f in request.faults)
         self._flying[request] = None
         self._raise_fault(request, "post")
         if self.fabric.done_in_post:
@@ -414,9 +422,9 @@ class MemoryNative:
             self._land(request)
         now = self.fabric.now()
         found: list[tuple[str, bytes]] = []
-        for sender, mails in self._inbox.items():
-            found += [(sender, mail.message) for mail in mails if mail.due <= now]
-            mails[:] = [mail for mail in mails if mail.due > now]
+        while self._inbox and self._inbox[0][0] <= now:
+            _, _, sender, message = heapq.heappop(self._inbox)
+            found.append((sender, message))
         return found
 
     def destroy(self) -> None:
@@ -435,7 +443,7 @@ class MemoryNative:
         for request in self._flying:
             if request.held:
                 request.held = False
-                request.due = max(request.due, now)
+                request.held_until = now
 
     def resumed(self) -> None:
         """Send what was sent while stopped; called by the fabric."""
@@ -445,8 +453,7 @@ class MemoryNative:
 
     def receive(self, sender: str, message: bytes, due: float) -> None:
         """Take in a notification that arrives at ``due``; called by the sender."""
-        self._inbox[sender].append(_Mail(message, due))
-        self._inbox[sender].sort(key=lambda mail: mail.due)
+        heapq.heappush(self._inbox, (due, self.fabric.next_id(), sender, message))
 
     @property
     def _life(self) -> Life:
@@ -473,7 +480,7 @@ class MemoryNative:
         copies = min((fault.copies for fault in faults if fault.copies != 1), default=1)
         delay = sum(fault.delay for fault in faults)
         for _ in range(copies):
-            target.receive(self.name, message, self.fabric.now() + self.fabric.latency + delay)
+            target.receive(self.name, message, self.fabric.begin_message(self.name, peer, message) + delay)
 
     def _land(self, request: _Request) -> None:
         """Move the bytes, if it is time."""
