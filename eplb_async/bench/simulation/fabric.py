@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class NetworkFabric(MemoryFabric):
     Attributes:
         sent: Control messages by (rank, kind).
         received: As ``sent``.
+        wake: What has a rank look for what has come, by rank; a model need not poll to find out.
         message_bytes: Bytes of control messages.
     """
 
@@ -34,11 +36,13 @@ class NetworkFabric(MemoryFabric):
         self.network = network
         self.sent: Counter[tuple[int, str]] = Counter()
         self.received: Counter[tuple[int, str]] = Counter()
+        self.wake: dict[int, Callable[[], object]] = {}
         self.message_bytes = 0
         self._factor = factor
         self._cost = message_seconds
         self._ranks: dict[str, int] = {}
         self._free_at: dict[int, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def native(self, name: str, settings: Settings) -> MemoryNative:
         """Make an agent."""
@@ -53,13 +57,11 @@ class NetworkFabric(MemoryFabric):
 
     def begin_read(self, reader: str, source: str, nbytes: int) -> Callable[[], float]:
         """A READ is on its way through both NICs."""
+        self._follow()
         flow = self.network.begin(self._ranks[source], self._ranks[reader], nbytes * self._factor, self.now())
-
-        def arrival() -> float:
-            self.network.advance(self.now())
-            return math.inf if flow.arrives is None else flow.arrives
-
-        return arrival
+        if self._timer is None or self._timer.when() > self.now():
+            self._set_timer(self.now())  # once for all READs of this turn
+        return lambda: math.inf if flow.arrives is None else flow.arrives
 
     def begin_message(self, sender: str, receiver: str, message: bytes) -> float:
         """A control message is on its way; it waits for its turn at both ends."""
@@ -68,7 +70,29 @@ class NetworkFabric(MemoryFabric):
         self.sent[one, kind] += 1
         self.received[other, kind] += 1
         self.message_bytes += len(message)
-        return self._turn(other, self._turn(one, self.now()) + self.latency)
+        arrives = self._turn(other, self._turn(one, self.now()) + self.latency)
+        self._wake_at(other, arrives)
+        return arrives
+
+    def _follow(self) -> None:
+        """Follow the network up to now, and wake who has something to find."""
+        for flow in self.network.advance(self.now()):
+            assert flow.arrives is not None
+            self._wake_at(flow.reader, flow.arrives)
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._expire) if at < math.inf else None
+
+    def _expire(self) -> None:
+        self._follow()
+        self._set_timer(self.network.next_end)
+
+    def _wake_at(self, rank: int, at: float) -> None:
+        wake = self.wake.get(rank)
+        if wake is not None:
+            asyncio.get_running_loop().call_at(at, wake)
 
     def _turn(self, rank: int, at: float) -> float:
         done = self._free_at[rank] = max(at, self._free_at.get(rank, 0.0)) + self._cost

@@ -6,6 +6,7 @@ can get more without taking from one that has no more than it. They hold until a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,30 +80,33 @@ class Network:
         self._begun: list[Flow] = []
         self._out = self._into = np.empty(0, dtype=np.int64)
         self._left = self._rate = np.empty(0)
-        self._ends = np.inf
+        self._ends = math.inf
 
     def begin(self, source: int, reader: int, nbytes: float, now: float) -> Flow:
-        """Have bytes flow from ``now`` on, which is no earlier than any time given before."""
-        self.advance(now)
+        """Have bytes flow from ``now`` on, up to which the network has been followed."""
+        if now != self.now:
+            raise ValueError(f"a flow begins at {now} and the network stands at {self.now}: advance it first")
         flow = Flow(source, reader, nbytes)
         self._begun.append(flow)
         return flow
 
-    def advance(self, now: float) -> None:
-        """Follow all flows up to a time."""
+    def advance(self, now: float) -> list[Flow]:
+        """Follow all flows up to a time; returns those that ended meanwhile."""
+        ended: list[Flow] = []
         while self.now < now:
             self._join()
             until = min(now, self._ends)
             self._left -= self._rate * (until - self.now)
             self.now = until
             if until == self._ends:
-                self._leave()
+                ended += self._leave()
+        return ended
 
     @property
-    def next_arrival(self) -> float | None:
-        """When the next flow arrives, if none begins before; ``None`` if none is on its way."""
+    def next_end(self) -> float:
+        """When the next flow ends, if none begins before; infinite if there is none."""
         self._join()
-        return float(self._ends) + self.latency if self._flows else None
+        return self._ends
 
     @property
     def active(self) -> int:
@@ -122,11 +126,11 @@ class Network:
         self._left = np.concatenate([self._left, [flow.nbytes for flow in begun]])
         self._share()
 
-    def _leave(self) -> None:
+    def _leave(self) -> list[Flow]:
         """Flows that end now."""
         ended = self._left <= self._rate * (self._resolution + _SAME * self.now)
-        for i in np.flatnonzero(ended).tolist():
-            flow = self._flows[i]
+        gone = [self._flows[i] for i in np.flatnonzero(ended).tolist()]
+        for flow in gone:
             flow.arrives = self.now + self.latency
             self.delivered[flow.reader] += flow.nbytes
             self.served[flow.source] += flow.nbytes
@@ -134,10 +138,11 @@ class Network:
         self._flows = [self._flows[i] for i in np.flatnonzero(stay).tolist()]
         self._out, self._into, self._left = self._out[stay], self._into[stay], self._left[stay]
         self._share()
+        return gone
 
     def _share(self) -> None:
         self._rate = fair_rates(self._out, self._into, self._capacity)
-        self._ends = self.now + max(0.0, float((self._left / self._rate).min())) if self._flows else np.inf
+        self._ends = self.now + max(0.0, float((self._left / self._rate).min())) if self._flows else math.inf
 
     def _lanes(self, flow: Flow) -> tuple[int, int]:
         near = self._nodes is not None and self._nodes[flow.source] == self._nodes[flow.reader]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from eplb_async.testing.cluster import LocalCluster
 __all__ = ["Outcome", "simulate"]
 
 _PINGS = ("Ping", "Pong")
+_LOOK_SECONDS = 0.02
 _SECRET = b"a secret that all simulated ranks share"
 
 
@@ -74,12 +75,15 @@ def simulate(
 
 
 def scaled(settings: Settings, factor: int) -> Settings:
-    """Settings whose limits of bytes are of real bytes, each of which stands for ``factor`` modelled ones."""
-    from dataclasses import replace
+    """Settings whose limits of bytes are of real bytes, each of which stands for ``factor`` modelled ones.
 
+    The poller sleeps between what it is woken for: the fabric knows when something comes.
+    """
     return replace(
         settings,
         secret=_SECRET,
+        hot_seconds=0,
+        max_pause=_LOOK_SECONDS,
         max_post_bytes=max(4096, settings.max_post_bytes // factor),
         max_bytes_in_flight=max(4096, settings.max_bytes_in_flight // factor),
     )
@@ -97,6 +101,7 @@ async def _simulate(
     )
     async with cluster:
         fabric.forget_counts()
+        fabric.wake = {rank: comm._session.endpoint.poller.wake for rank, comm in enumerate(cluster.comms)}
         opened = time.process_time()
         found = await cluster.migrate(new)
         migrated = time.process_time()
