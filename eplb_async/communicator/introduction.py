@@ -142,7 +142,7 @@ class Introducer:
         """
         intro = self.check(rank, blob, newer_than=newer_than)
         try:
-            layout = Layout.from_plain(intro.layout)
+            layout = Layout.from_plain(intro.layout, like=self.layout)
         except ValueError as error:
             raise HandshakeError(f"rank {rank}: its layout is refused: {error}") from error
         if incarnation is not None and intro.incarnation != incarnation:

@@ -105,37 +105,55 @@ class Layout:
         Raises:
             ValueError: Names the layer, the tensor and the number at fault.
         """
-        if len(self.layers) > _MAX_LAYERS:
-            raise ValueError(f"{len(self.layers)} layers; at most {_MAX_LAYERS} are allowed")
-        for layer, places in enumerate(self.layers):
-            if len(places) > _MAX_TENSORS:
-                raise ValueError(f"layer {layer}: {len(places)} tensors; at most {_MAX_TENSORS} are allowed")
-            for tensor, place in enumerate(places):
-                fault = _fault(place)
-                if fault:
-                    raise ValueError(f"{_where(layer, tensor, place.spec)}: {fault}")
+        self._check(None)
 
     def to_plain(self) -> tuple[tuple[tuple[Any, ...], ...], ...]:
         """The layout as nested tuples of ints and strings, to be serialised."""
         return tuple(
-            tuple((*(getattr(p.spec, name) for name in TensorSpec.__slots__), p.address) for p in places)
+            tuple((*_fields(place.spec), place.address) for place in places)
             for places in self.layers
         )
 
     @classmethod
-    def from_plain(cls, plain: Any) -> Layout:
+    def from_plain(cls, plain: Any, *, like: Layout | None = None) -> Layout:
         """Builds a checked layout from what `to_plain` gave, as tuples or lists.
+
+        Args:
+            plain: It.
+            like: A checked layout; tensors that are described as its own share its descriptions, so that the
+                layouts of many equal ranks cost little more than their addresses.
 
         Raises:
             ValueError: A part is missing, of another type or out of range; names layer and tensor.
         """
         layers = []
         for layer, places in enumerate(_sequence(plain, "layout")):
+            known = like.layers[layer] if like is not None and layer < len(like.layers) else ()
             tensors = enumerate(_sequence(places, f"layer {layer}"))
-            layers.append(tuple(_place(record, f"layer {layer}, tensor {tensor}") for tensor, record in tensors))
+            layers.append(
+                tuple(
+                    _same_place(record, known[tensor] if tensor < len(known) else None)
+                    or _place(record, f"layer {layer}, tensor {tensor}")
+                    for tensor, record in tensors
+                )
+            )
         layout = cls(tuple(layers))
-        layout.check()
+        layout._check(like)
         return layout
+
+    def _check(self, like: Layout | None) -> None:
+        """As `check`; places that share a description with ``like`` have been checked."""
+        if len(self.layers) > _MAX_LAYERS:
+            raise ValueError(f"{len(self.layers)} layers; at most {_MAX_LAYERS} are allowed")
+        for layer, places in enumerate(self.layers):
+            if len(places) > _MAX_TENSORS:
+                raise ValueError(f"layer {layer}: {len(places)} tensors; at most {_MAX_TENSORS} are allowed")
+            known = like.layers[layer] if like is not None and layer < len(like.layers) else ()
+            for tensor, place in enumerate(places):
+                if tensor < len(known) and place.spec is known[tensor].spec:
+                    continue
+                if fault := _fault(place):
+                    raise ValueError(f"{_where(layer, tensor, place.spec)}: {fault}")
 
 
 def compare(mine: Layout, theirs: Layout) -> list[str]:
@@ -148,12 +166,18 @@ def compare(mine: Layout, theirs: Layout) -> list[str]:
             differences.append(f"layer {layer}: {_spell_counts(here, there)}")
             continue
         for tensor, (a, b) in enumerate(zip(here, there, strict=True)):
+            if a.spec is b.spec:
+                continue
             for part in _AGREED:
                 ours, other = getattr(a.spec, part), getattr(b.spec, part)
                 if ours != other:
                     where = _where(layer, tensor, a.spec)
                     differences.append(f"{where}: {part} is {ours!r} here, {other!r} there")
     return differences
+
+
+def _fields(spec: TensorSpec) -> tuple[Any, ...]:
+    return tuple(getattr(spec, name) for name in TensorSpec.__slots__)
 
 
 def _spell_counts(here: tuple[TensorPlace, ...], there: tuple[TensorPlace, ...]) -> str:
@@ -195,6 +219,16 @@ def _fault(place: TensorPlace) -> str:
         ),
     )
     return next((fault for holds, fault in rules if not holds), "")
+
+
+def _same_place(record: Any, known: TensorPlace | None) -> TensorPlace | None:
+    """The place of a tensor that is described exactly as a known one and lies in memory; ``None`` of any other."""
+    if known is None or type(record) is not tuple or record[:-1] != _fields(known.spec):
+        return None
+    spec, address = known.spec, record[-1]
+    if type(address) is not int or not min(1, spec.row_bytes) <= address < _END - spec.num_rows * spec.row_stride:
+        return None
+    return TensorPlace(spec, address)
 
 
 def _place(record: Any, where: str) -> TensorPlace:

@@ -10,23 +10,26 @@ from eplb_async.errors import CommunicatorClosed
 
 MAX_BYTES = 8 << 20
 _STRANGERS = ""
+_FEW = 64
 
 
 class _Box:
     """What one peer sent. Its counters have one writer each, so that two threads may use it without a lock."""
 
-    __slots__ = ("items", "put", "taken")
+    __slots__ = ("items", "put", "taken", "waits")
 
     def __init__(self) -> None:
         self.items: deque[tuple[str, bytes]] = deque()
         self.put = 0
         self.taken = 0
+        self.waits = False
+        """Whether it has a place in the queue of boxes; two places do no harm."""
 
 
 class FairQueue:
     """Notifications of many peers, bounded for each in number and bytes, taken from one peer after the other.
 
-    A peer's own keep their order. One thread may put while another takes.
+    A peer's own keep their order. One thread may put while another takes. Neither costs more with more peers.
 
     Args:
         limit: Notifications kept of each peer; the oldest are dropped, and counted.
@@ -39,7 +42,8 @@ class FairQueue:
         self._known = known
         self._max_bytes = max_bytes
         self._boxes: dict[str, _Box] = {}
-        self._round: list[_Box] = []
+        self._waiting: deque[_Box] = deque()
+        self._sweep_at = _FEW
         self.dropped = 0
 
     def put(self, peer: str, message: bytes) -> None:
@@ -47,9 +51,10 @@ class FairQueue:
         place = peer if self._known(peer) else _STRANGERS
         box = self._boxes.get(place)
         if box is None:
-            box = _Box()
-            kept = {name: other for name, other in self._boxes.items() if other.items or self._known(name)}
-            self._boxes = kept | {place: box}
+            if len(self._boxes) >= self._sweep_at:
+                self._boxes = {name: box for name, box in self._boxes.items() if box.items or self._known(name)}
+                self._sweep_at = max(_FEW, 2 * len(self._boxes))
+            box = self._boxes[place] = _Box()
         box.put += len(message)
         box.items.append((peer, message))
         while len(box.items) > 1 and (len(box.items) > self._limit or box.put - box.taken > self._max_bytes):
@@ -59,20 +64,29 @@ class FairQueue:
                 break
             box.put -= len(oldest[1])
             self.dropped += 1
+        if not box.waits:
+            self._line_up(box)
 
     def take(self) -> tuple[str, bytes] | None:
         """The oldest of the peer whose turn it is, as (peer name, message), or ``None``."""
-        for _ in range(2):
-            while self._round:
-                box = self._round.pop()
-                try:
-                    item = box.items.popleft()
-                except IndexError:
-                    continue
+        while self._waiting:
+            box = self._waiting.popleft()
+            try:
+                item = box.items.popleft()
+            except IndexError:  # it had two places
+                item = None
+            else:
                 box.taken += len(item[1])
+            box.waits = False
+            if box.items:  # looked at after the mark is off: what is put from now on lines it up itself
+                self._line_up(box)
+            if item is not None:
                 return item
-            self._round = list(self._boxes.values())
         return None
+
+    def _line_up(self, box: _Box) -> None:
+        box.waits = True
+        self._waiting.append(box)
 
     def __bool__(self) -> bool:
         return any(box.items for box in list(self._boxes.values()))

@@ -139,6 +139,27 @@ def test_numbers_that_cannot_be_memory_are_refused(changes, address, message):
         Layout.from_plain(mine.to_plain())
 
 
+def test_what_a_peer_describes_as_we_do_shares_our_description():
+    """Hundreds of peers cost their addresses; what differs is kept as the peer says it."""
+    scale = replace(SPEC, name="scale")
+    mine = layout([SPEC, scale], [SPEC])
+    theirs = layout([SPEC, replace(scale, device="cuda:3")], [SPEC], base=1 << 20)
+    taken = Layout.from_plain(theirs.to_plain(), like=mine)
+    assert taken == theirs
+    assert taken.layers[0][0].spec is mine.layers[0][0].spec
+    assert taken.layers[0][1].spec.device == "cuda:3"
+    assert Layout.from_plain(layout([SPEC], [SPEC, SPEC], [SPEC]).to_plain(), like=mine).layers[1][1].spec == SPEC
+
+
+@pytest.mark.parametrize("address", [0, -8, (1 << 63) - 3 * 192 - 128, 1 << 64, 1.0, True])
+def test_a_shared_description_does_not_spare_the_address_its_check(address):
+    """As `test_numbers_that_cannot_be_memory_are_refused`, with all else as ours."""
+    mine = layout([SPEC])
+    ((record,),) = mine.to_plain()
+    with pytest.raises(ValueError, match=r"layer 0, tensor 0.*(address|rows end)"):
+        Layout.from_plain((((*record[:-1], address),),), like=mine)
+
+
 def test_the_last_address_is_still_valid():
     """Rows may end just below 2**63."""
     end = Layout(((TensorPlace(SPEC, (1 << 63) - 1 - 3 * 192 - 128),),))
