@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.chatter import Chatter
@@ -88,6 +87,7 @@ class Driver:
         )
         self._chatter = Chatter(settings.ping_interval)
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at: float | None = None
         self._serving = contextlib.ExitStack()
         self._served: Endpoint | None = None
         self._linger_until = 0.0
@@ -209,14 +209,14 @@ class Driver:
             return
         if not self._chatter.is_due(to, message, self._engine.loop.time()):
             return
-        filled = replace(
-            message,
-            sender=self.identity.rank,
-            sender_incarnation=self.identity.incarnation,
-            receiver_incarnation=member.incarnation,
-        )
         try:
-            self.endpoint.notify(member.peer, self._codec.encode(filled))
+            data = self._codec.address(
+                message,
+                sender=self.identity.rank,
+                sender_incarnation=self.identity.incarnation,
+                receiver_incarnation=member.incarnation,
+            )
+            self.endpoint.notify(member.peer, data)
         except NixlPeerDisconnected:
             self.disconnected(member.peer.name)
         except (NixlTransferFailed, WireError) as error:
@@ -290,16 +290,15 @@ class Driver:
         self.note()
 
     def _settle_timers(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         now = self._engine.loop.time()
         wakeup = self.protocol.next_wakeup
         lingers = now < self._linger_until
-        if wakeup is not None:
-            self._timer = self._engine.loop.call_at(max(wakeup, now), self.feed, events.Tick())
-        elif lingers:
-            self._timer = self._engine.loop.call_at(self._linger_until, self._settle_timers)
+        at = self._linger_until if wakeup is None and lingers else wakeup
+        if at != self._wakes_at:  # a coordinator is fed once for each vote: most leave the time as it is
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None if at is None else self._engine.loop.call_at(max(at, now), self._wake)
+            self._wakes_at = at
         busy = self.protocol.phase not in _QUIET or self.attempt is not None or wakeup is not None or lingers
         wanted = self.endpoint if busy and self.endpoint is not None and not self.endpoint.closed else None
         if wanted is not self._served:
@@ -307,6 +306,13 @@ class Driver:
             if wanted is not None:
                 self._serving.enter_context(wanted.serving())
             self._served = wanted
+
+    def _wake(self) -> None:
+        self._timer = self._wakes_at = None
+        if self.protocol.next_wakeup is None:
+            self._settle_timers()
+        else:
+            self.feed(events.Tick())
 
     def note(self) -> None:
         """Something happened: say where this rank stands, and wake whoever waits."""

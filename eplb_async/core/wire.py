@@ -103,7 +103,7 @@ class Codec:
         ValueError: On a key of another length, or a layout that the format cannot hold.
     """
 
-    __slots__ = ("_forms", "_hash", "_layout", "max_size")
+    __slots__ = ("_body", "_counters", "_forms", "_hash", "_layout", "_said", "max_size")
 
     def __init__(self, key: bytes, *, ep_size: int, num_layers: int) -> None:
         if len(key) != KEY_SIZE:
@@ -114,6 +114,9 @@ class Codec:
         salt = struct.pack("!QQ", ep_size, num_layers)
         self._hash = blake2b(key=key, digest_size=DIGEST_SIZE, salt=salt, person=b"eplb-control")
         self._forms = _forms(ep_size, num_layers)
+        self._said: Message | None = None
+        self._counters = (0, 0, 0, 0)
+        self._body = b""
         longest = max(sum(form.size for _, form in body) for _, body in self._forms.values())
         self.max_size = _HEADER.size + longest + DIGEST_SIZE
 
@@ -129,21 +132,44 @@ class Codec:
         Raises:
             WireError: If a field is out of its range.
         """
+        return self.address(
+            message,
+            sender=message.sender,
+            sender_incarnation=message.sender_incarnation,
+            receiver_incarnation=message.receiver_incarnation,
+        )
+
+    def address(
+        self, message: Message, *, sender: int, sender_incarnation: int, receiver_incarnation: int
+    ) -> bytes:
+        """As `encode`, with other addresses than the message's own.
+
+        What is said to many in a row, as the same object, is packed once: only addresses and digest differ.
+
+        Raises:
+            WireError: If a field is out of its range.
+        """
+        if message is not self._said:
+            self._counters, self._body = self._pack(message)
+            self._said = message
+        _check_range("sender", sender, self._layout[0] - 1)
+        for incarnation in (sender_incarnation, receiver_incarnation):
+            _check_range("incarnation", incarnation, (1 << 64) - 1)
+        kind, *counters = self._counters
+        header = _HEADER.pack(MAGIC, VERSION, kind, sender, *counters, sender_incarnation, receiver_incarnation)
+        data = header + self._body
+        return data + self._digest(data)
+
+    def _pack(self, message: Message) -> tuple[tuple[int, int, int, int], bytes]:
+        """Kind, term, epoch and attempt, and the body."""
         found = self._forms.get(type(message))
         if found is None:
             raise WireError("unknown", f"{type(message).__name__} is no control message")
         kind, body = found
-        _check_range("sender", message.sender, self._layout[0] - 1)
         numbers = (message.term, message.epoch, message.attempt)
-        incarnations = (message.sender_incarnation, message.receiver_incarnation)
         for number in numbers:
             _check_range("counter", number, _MAX_SENT)
-        for incarnation in incarnations:
-            _check_range("incarnation", incarnation, (1 << 64) - 1)
-        parts = [_HEADER.pack(MAGIC, VERSION, kind, message.sender, *numbers, *incarnations)]
-        parts += [form.pack(getattr(message, name)) for name, form in body]
-        data = b"".join(parts)
-        return data + self._digest(data)
+        return (kind, *numbers), b"".join([form.pack(getattr(message, name)) for name, form in body])
 
     def decode(self, data: bytes) -> Message:
         """Returns the message that some bytes are, if they are one.
@@ -289,9 +315,10 @@ def _steps(num_layers: int) -> _Form:
     def pack(value: tuple[int, ...]) -> bytes:
         if len(value) != num_layers:
             raise WireError("range", f"{len(value)} steps for {num_layers} layers")
-        for step in value:
-            _check_range("step", step, (1 << 32) - 1)
-        return form.pack(*value)
+        try:
+            return form.pack(*value)
+        except struct.error:
+            raise WireError("range", f"a step of {value} is no unsigned 32-bit number") from None
 
     return _Form(pack, lambda reader: form.unpack(reader.take(form.size)), form.size)
 
