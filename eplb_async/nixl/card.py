@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from sys import intern
 from typing import Annotated
 
 import msgspec
@@ -47,9 +48,10 @@ class Card(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
     regions: Annotated[list[_Extent], msgspec.Meta(max_length=1 << 20)]
 
     def extents(self) -> list[Extent]:
-        """The regions as extents."""
+        """The regions as extents; names that many peers use are kept once."""
         return [
-            Extent(r.name, r.address, r.row_bytes, r.row_stride, r.num_rows, r.memory, r.device) for r in self.regions
+            Extent(intern(r.name), r.address, r.row_bytes, r.row_stride, r.num_rows, intern(r.memory), r.device)
+            for r in self.regions
         ]
 
 

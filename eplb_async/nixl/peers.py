@@ -19,7 +19,7 @@ class Peer:
         self.name = name
         self.blob = blob
         self.gone = False
-        self._regions = {extent.name: Rows(extent, name) for extent in extents}
+        self._extents = {extent.name: extent for extent in extents}
         self.coverage = Coverage(extents)
 
     def region(self, name: str) -> Rows:
@@ -29,14 +29,14 @@ class Peer:
             KeyError: It has none; the message lists those it has.
         """
         try:
-            return self._regions[name]
+            return Rows(self._extents[name], self.name)
         except KeyError:
-            raise KeyError(f"peer {self.name} has no region {name!r}, only {sorted(self._regions)}") from None
+            raise KeyError(f"peer {self.name} has no region {name!r}, only {sorted(self._extents)}") from None
 
     @property
     def bare(self) -> bool:
         """Whether it has no memory that could be read, only messages."""
-        return not self._regions
+        return not self._extents
 
     def __repr__(self) -> str:
         return f"<Peer {self.name!r}{' (gone)' if self.gone else ''}>"

@@ -19,6 +19,7 @@ from eplb_async.testing.cluster import LocalCluster
 __all__ = ["Outcome", "simulate"]
 
 _PINGS = ("Ping", "Pong")
+_POST_BYTES = 4096
 _LOOK_SECONDS = 0.02
 _SECRET = b"a secret that all simulated ranks share"
 
@@ -65,27 +66,28 @@ def simulate(
         world: Ranks and network.
         old: Where the experts are.
         new: Where they shall be.
-        settings: In modelled bytes; limits of bytes are divided by the world's factor.
+        settings: Of the ranks. A post is 4096 real bytes, and as many are in flight as the settings' posts were.
         resolution: Seconds; READs that would end within that of each other end together.
 
     Raises:
         RuntimeError: A rank failed, or holds other bytes than the new placement says.
     """
-    return run(_simulate(world, old, new, scaled(settings or Settings(), world.factor), resolution))
+    return run(_simulate(world, old, new, scaled(settings or Settings()), resolution))
 
 
-def scaled(settings: Settings, factor: int) -> Settings:
-    """Settings whose limits of bytes are of real bytes, each of which stands for ``factor`` modelled ones.
+def scaled(settings: Settings) -> Settings:
+    """Settings for rows of a few bytes: posts as small as may be, and as many of them in flight as settings say.
 
     The poller sleeps between what it is woken for: the fabric knows when something comes.
     """
+    posts = settings.max_bytes_in_flight // settings.max_post_bytes
     return replace(
         settings,
         secret=_SECRET,
+        max_post_bytes=_POST_BYTES,
+        max_bytes_in_flight=posts * _POST_BYTES,
         hot_seconds=0,
         max_pause=_LOOK_SECONDS,
-        max_post_bytes=max(4096, settings.max_post_bytes // factor),
-        max_bytes_in_flight=max(4096, settings.max_bytes_in_flight // factor),
     )
 
 

@@ -37,8 +37,8 @@ class World:
     ranks: int
     layers: int = 4
     slots: int = 8
-    row_bytes: tuple[int, ...] = (12 * _MIB, 6 * _MIB)
-    factor: int = 1536
+    row_bytes: tuple[int, ...] = (28 * _MIB, 14 * _MIB)
+    factor: int = 3584
     bytes_per_second: float = 50e9
     latency: float = 20e-6
     message_seconds: float = 20e-6
