@@ -109,10 +109,7 @@ class Layout:
 
     def to_plain(self) -> tuple[tuple[tuple[Any, ...], ...], ...]:
         """The layout as nested tuples of ints and strings, to be serialised."""
-        return tuple(
-            tuple((*_fields(place.spec), place.address) for place in places)
-            for places in self.layers
-        )
+        return tuple(tuple((*_fields(place.spec), place.address) for place in places) for places in self.layers)
 
     @classmethod
     def from_plain(cls, plain: Any, *, like: Layout | None = None) -> Layout:

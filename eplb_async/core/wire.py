@@ -139,9 +139,7 @@ class Codec:
             receiver_incarnation=message.receiver_incarnation,
         )
 
-    def address(
-        self, message: Message, *, sender: int, sender_incarnation: int, receiver_incarnation: int
-    ) -> bytes:
+    def address(self, message: Message, *, sender: int, sender_incarnation: int, receiver_incarnation: int) -> bytes:
         """As `encode`, with other addresses than the message's own.
 
         What is said to many in a row, as the same object, is packed once: only addresses and digest differ.

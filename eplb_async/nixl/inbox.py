@@ -71,12 +71,12 @@ class FairQueue:
         """The oldest of the peer whose turn it is, as (peer name, message), or ``None``."""
         while self._waiting:
             box = self._waiting.popleft()
+            item: tuple[str, bytes] | None = None
             try:
                 item = box.items.popleft()
-            except IndexError:  # it had two places
-                item = None
-            else:
                 box.taken += len(item[1])
+            except IndexError:  # it had two places
+                pass
             box.waits = False
             if box.items:  # looked at after the mark is off: what is put from now on lines it up itself
                 self._line_up(box)

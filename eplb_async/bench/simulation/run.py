@@ -91,9 +91,7 @@ def scaled(settings: Settings) -> Settings:
     )
 
 
-async def _simulate(
-    world: World, old: Placement, new: Placement, settings: Settings, resolution: float
-) -> Outcome:
+async def _simulate(world: World, old: Placement, new: Placement, settings: Settings, resolution: float) -> Outcome:
     network = world.network(resolution=resolution)
     fabric = NetworkFabric(network, factor=world.factor, message_seconds=world.message_seconds)
     row_bytes = [nbytes // world.factor for nbytes in world.row_bytes]

@@ -104,9 +104,7 @@ def skewed_pair(world: World, holders: Sequence[int] = (0,)) -> tuple[Placement,
     old[list(holders), :hot] = np.arange(hot)
     new = np.concatenate([np.tile(np.arange(hot), (world.ranks, 1)), own], axis=1)
     one, other = (
-        Placement(
-            np.tile(ids.ravel(), (world.layers, 1)), ep_size=world.ranks, num_logical=hot + world.ranks * hot
-        )
+        Placement(np.tile(ids.ravel(), (world.layers, 1)), ep_size=world.ranks, num_logical=hot + world.ranks * hot)
         for ids in (old, new)
     )
     return one, other
