@@ -33,7 +33,7 @@ from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.communicator")
 _DISCONNECTED = "disconnected"
-_MAX_EARLY = 256
+_MAX_EARLY = 16  # of each rank; pings, which are sent again, are not kept
 _QUIET = (Phase.IDLE, Phase.CLOSED, Phase.FENCED)
 _LASTING = ("idle", "closed", "fenced")
 
@@ -75,6 +75,7 @@ class Driver:
         self.opened = False
         self.returning = False
         self._early: list[messages.Message] = []
+        self._early_of: Counter[int] = Counter()
         self._engine = engine
         self._codec = Codec(key, ep_size=identity.ep_size, num_layers=num_layers)
         self.protocol = Protocol(
@@ -111,8 +112,9 @@ class Driver:
             self.on_introduction(message)
         elif self.opened or self.returning:
             self._hear(message)
-        elif len(self._early) < _MAX_EARLY:
+        elif not isinstance(message, messages.Ping | messages.Pong) and self._early_of[message.sender] < _MAX_EARLY:
             self._early.append(message)
+            self._early_of[message.sender] += 1
         else:
             self.dropped["early"] += 1
 
@@ -129,6 +131,7 @@ class Driver:
 
     def _hear_early(self) -> None:
         early, self._early = self._early, []
+        self._early_of.clear()
         for message in early:
             self._hear(message)
 

@@ -19,9 +19,10 @@ from eplb_async.nixl.peers import Peer
 from eplb_async.settings import Settings
 from eplb_async.testing import run
 
-__all__ = ["ControlCost", "coordinator_cost"]
+__all__ = ["START", "ControlCost", "Sink", "coordinator", "coordinator_cost"]
 
-_START = 1 << GENERATION_BITS
+START = 1 << GENERATION_BITS
+"""Incarnation of every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,13 @@ def coordinator_cost(ranks: int, layers: int) -> ControlCost:
 
 async def _coordinator_cost(ranks: int, layers: int) -> ControlCost:
     codec = Codec(bytes(KEY_SIZE), ep_size=ranks, num_layers=layers)
-    sink = _Sink()
-    driver = _driver(ranks, layers, sink)
+    sink = Sink()
+    driver = coordinator(ranks, layers, sink)
+    driver.start()
     digests = (b"old placement...", b"new placement...", b"all else that is")
 
     def said(make: type[messages.Message], **fields: Any) -> list[bytes]:
-        addressed = {"sender_incarnation": _START, "receiver_incarnation": _START, **fields}
+        addressed = {"sender_incarnation": START, "receiver_incarnation": START, **fields}
         return [codec.encode(make(sender=rank, **addressed)) for rank in range(1, ranks)]
 
     joins = said(messages.Join, attempt=1, digests=digests, last_epoch=0)
@@ -87,12 +89,13 @@ async def _coordinator_cost(ranks: int, layers: int) -> ControlCost:
     )
 
 
-def _driver(ranks: int, layers: int, sink: _Sink) -> Driver:
+def coordinator(ranks: int, layers: int, sink: Sink) -> Driver:
+    """The driver of rank 0, which has been introduced to all others and not yet met them: see ``start``."""
     roster = Roster()
     for rank in range(1, ranks):
-        roster.put(Member(rank, _START, "", Peer(f"default/{rank}", b"", []), Layout(())))
+        roster.put(Member(rank, START, "", Peer(f"default/{rank}", b"", []), Layout(())))
     driver = Driver(
-        Identity(0, ranks, "default", "", _START),
+        Identity(0, ranks, "default", "", START),
         engine=LoopEngine(asyncio.get_running_loop()),
         settings=Settings(),
         key=bytes(KEY_SIZE),
@@ -100,11 +103,10 @@ def _driver(ranks: int, layers: int, sink: _Sink) -> Driver:
         num_layers=layers,
     )
     driver.endpoint = sink  # type: ignore[assignment]
-    driver.start()
     return driver
 
 
-class _Sink:
+class Sink:
     """An endpoint that counts what is sent."""
 
     closed = False
