@@ -148,6 +148,26 @@ def test_whatever_a_member_signs_is_a_message_or_a_wire_error(message: Message, 
     assert CODEC.encode(decoded) == signed
 
 
+def test_what_is_said_to_many_is_what_is_said_to_each() -> None:
+    """One message under many addresses, another in between: each is as if it were encoded by itself."""
+    commit = messages.Commit(term=3, epoch=7, sender=0, upto=2, at=(1, 2, 3))
+    end = messages.End(term=3, epoch=7, attempt=9, upto=1, at=(1, 0, 0), origin=-1, reason="enough")
+    for message in (commit, commit, end, commit):
+        for receiver in (1 << 16, 2 << 16):
+            addresses = {"sender": 4, "sender_incarnation": 5 << 16, "receiver_incarnation": receiver}
+            said = CODEC.address(message, **addresses)
+            assert CODEC.decode(said) == dataclasses.replace(message, **addresses)
+            assert said == CODEC.encode(dataclasses.replace(message, **addresses))
+    with pytest.raises(WireError, match="sender=11"):
+        CODEC.address(commit, sender=RANKS, sender_incarnation=0, receiver_incarnation=0)
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 32, 1.0, "1"])
+def test_a_step_that_is_no_number_is_not_encoded(step: Any) -> None:
+    with pytest.raises(WireError, match="range"):
+        CODEC.encode(messages.Commit(epoch=1, upto=1, at=(0, 0, step)))
+
+
 def test_another_key_is_refused() -> None:
     other = Codec(KEY[::-1], ep_size=RANKS, num_layers=LAYERS)
     assert refusal(other.encode(a_prepared())) == "forged"

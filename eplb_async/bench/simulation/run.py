@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -80,12 +80,16 @@ def scaled(settings: Settings) -> Settings:
 
     The poller sleeps between what it is woken for: the fabric knows when something comes.
     """
-    posts = settings.max_bytes_in_flight // settings.max_post_bytes
+    in_flight = {
+        field.name: max(1, getattr(settings, field.name) // settings.max_post_bytes) * _POST_BYTES
+        for field in fields(settings)
+        if field.name.endswith("bytes_in_flight")
+    }
     return replace(
         settings,
+        **in_flight,  # type: ignore[arg-type]
         secret=_SECRET,
         max_post_bytes=_POST_BYTES,
-        max_bytes_in_flight=posts * _POST_BYTES,
         hot_seconds=0,
         max_pause=_LOOK_SECONDS,
     )
