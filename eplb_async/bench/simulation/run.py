@@ -87,7 +87,7 @@ def scaled(settings: Settings) -> Settings:
     }
     return replace(
         settings,
-        **in_flight,  # type: ignore[arg-type]
+        **in_flight,
         secret=_SECRET,
         max_post_bytes=_POST_BYTES,
         hot_seconds=0,
