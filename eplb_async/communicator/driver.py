@@ -361,6 +361,8 @@ class Driver:
             deadline = self.close_by
         elif attempt is not None and phase in ("joined", "open", "activating"):
             deadline = attempt.deadline
+            if phase == "activating" and deadline <= since:  # of an epoch that ended at its deadline
+                deadline = since + self.settings.activation_timeout
         else:
             deadline = since + self.settings.settle_timeout
         return Standing(phase=phase, since=since, deadline=deadline)

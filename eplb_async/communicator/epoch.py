@@ -138,6 +138,7 @@ class EpochRun:
             return  # a layer could not be applied: nothing after it may be
         if self._apply_task is None or self._apply_task.done():
             self._apply_task = self._engine.spawn(self._apply_layers(), f"apply on rank {self.rank}")
+            self._apply_task.add_done_callback(self._done)
 
     async def finish(self, committed: int) -> None:
         """The epoch is over: stop what is under way, see the apply of layers below ``committed`` through.

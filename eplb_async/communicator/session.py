@@ -514,12 +514,13 @@ class Session:
             waiting += f", waiting for {attempt.run.waiting} of this rank"
         if attempt.held:
             waiting += f"; {attempt.held}"
+        undecided = f", layer {protocol.committed} undecided" if protocol.prepared > protocol.committed else ""
         attempt.late = True
         attempt.fail_if_overdue()
         self.driver.give_up(
             attempt,
             f"timed out after {timeout:g} s in phase {protocol.phase.value} with {protocol.prepared} of "
-            f"{self.placement.num_layers} layers prepared{waiting}",
+            f"{self.placement.num_layers} layers prepared{undecided}{waiting}",
         )
 
     def unsettled(self, what: str, timeout: float) -> MigrationTimeout | MigrationInDoubt:
