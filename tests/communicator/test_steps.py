@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
 NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 THREE = Placement([[0, 1, 0, 2, 1, 2]] * 3, ep_size=3)
 THREE_NEW = Placement([[2, 1, 0, 0, 1, 2]] * 3, ep_size=3)
+CALM = {"max_pause": 0.02, "hot_seconds": 0.0002}  # virtual time goes by in fewer laps
 
 
 async def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
@@ -245,7 +247,7 @@ def test_c21_a_rank_stuck_in_its_step_before_commit_ends_the_migration_on_both(s
             assert isinstance(errors[stuck], NixlTransferTimeout)  # its own READ is the cause that it knows
             assert errors[stuck].layer == 0
             assert isinstance(errors[1 - stuck], MigrationAborted)
-            assert "layer=0" in str(errors[1 - stuck]) or "0 of 3 layers prepared" in str(errors[1 - stuck])
+            assert re.search(r"layer=0|layer 0 undecided, waiting for ranks", str(errors[1 - stuck]))
             assert [comm.health().phase for comm in c.comms] == ["idle", "idle"]
             assert [comm.placement for comm in c.comms] == [OLD, OLD]
             fabric.unhold()
@@ -487,7 +489,7 @@ async def stepping_at_random(seed: int, steps: int, *, ranks: int = 3) -> tuple[
     fabric = MemoryFabric()
     done = 0
     margin = rng.choice([0, 1, 2, 5])
-    async with LocalCluster(placement(), fabric=fabric, settings=settings(step_margin=margin)) as c:
+    async with LocalCluster(placement(), fabric=fabric, settings=settings(step_margin=margin, **CALM)) as c:
         engines = LockStep(range(ranks))
 
         async def engine(rank: int) -> None:
