@@ -182,7 +182,7 @@ class Driver:
         for command in self.protocol.handle(event, self._engine.loop.time()):
             self._do(command)
         if self.steps is not None and self.protocol.prepared <= self.protocol.committed:
-            self.steps.decided()
+            self.steps.decide()
         self._settle_timers()
         self.note()
 
@@ -226,7 +226,7 @@ class Driver:
             receiver_incarnation=member.incarnation,
         )
         if self.steps is not None and isinstance(filled, messages.Ping | messages.Pong):
-            filled = replace(filled, stride=self.steps.stride)
+            filled = replace(filled, stride=self.steps.come)
         try:
             self.endpoint.notify(member.peer, self._codec.encode(filled))
         except NixlPeerDisconnected:
@@ -310,21 +310,21 @@ class Driver:
         assert self.steps is not None
         heard = dict(self._strides)
         strides = {rank: heard.get(rank, -1) for rank in self.protocol.members - self.protocol.gone}
-        strides[self.identity.rank] = self.steps.stride
+        strides[self.identity.rank] = self.steps.come
         least = min(stride for stride in strides.values() if stride >= 0)
         return tuple(sorted(rank for rank, stride in strides.items() if stride <= least))
 
     def _ask_strides(self) -> None:
         """While a layer waits for its step: ask the others where they stand, again and again."""
         self._asking = None
-        if self.steps is None or not self.steps.due or self.over:
+        if self.steps is None or not self.steps.waiting or self.over:
             return
         for rank in self.protocol.members - {self.identity.rank}:
             self.send(rank, messages.Ping(term=self.protocol.term))
         self._asking = self._engine.loop.call_later(self.settings.ping_interval, self._ask_strides)
 
     def _settle_timers(self) -> None:
-        if self.steps is not None and self._asking is None and self.steps.due:
+        if self.steps is not None and self._asking is None and self.steps.waiting:
             self._strides.clear()
             self._asking = self._engine.loop.call_later(self.settings.ping_interval, self._ask_strides)
         if self._timer is not None:
@@ -375,7 +375,7 @@ class Driver:
             elif self.identity.rank in protocol.leaving:
                 return "closing"
             elif phase is Phase.IDLE and self.attempt is not None:
-                if self.steps is not None and self.steps.due:
+                if self.steps is not None and self.steps.waiting:
                     return "activating"
                 phase = Phase.SETTLING
             elif phase is Phase.IDLE and protocol.view_changing:

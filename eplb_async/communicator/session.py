@@ -330,7 +330,7 @@ class Session:
             paused=self.throttle.paused,
             max_bytes_per_second=self.throttle.bytes_per_second,
             step=0 if self.steps is None else self.steps.number,
-            due=(due := {} if self.steps is None else self.steps.due),
+            due=(due := {} if self.steps is None else self.steps.waiting),
             behind=driver.behind() if due else (),
             callback_errors=self.callback_errors,
             half_written=tuple(sorted(self.owner.half_written)),
@@ -410,7 +410,7 @@ class Session:
     def _make_run(self, attempt: Attempt) -> EpochRun:
         def staged(upto: int) -> None:
             if self.driver.attempt is attempt:
-                holds = None if self.steps is None else (self.steps.vote(upto - 1),) * self.placement.num_layers
+                holds = None if self.steps is None else (self.steps.voted(upto - 1),) * self.placement.num_layers
                 self.driver.feed(events.Staged(upto, holds))
 
         def failed(error: Exception) -> None:
@@ -483,7 +483,7 @@ class Session:
 
     def _step_overdue(self, attempt: Attempt, timeout: float) -> ActivationTimeout | None:
         """The error of an epoch that is over, but for layers whose step has not come by the deadline of ``migrate``."""
-        if self.steps is None or not (due := self.steps.due):
+        if self.steps is None or not (due := self.steps.waiting):
             return None
         layer, at = min(due.items())
         behind = self.driver.behind()
@@ -533,7 +533,7 @@ class Session:
                 reason=self.driver.last_error,
             )
         why = f"timed out after {timeout:g} s: an earlier migration or a view change had not settled"
-        if self.steps is not None and (due := self.steps.due):
+        if self.steps is not None and (due := self.steps.waiting):
             waits = ", ".join(f"layer {layer} for step {at}" for layer, at in due.items())
             why += f" ({waits} waits; least far are ranks {list(self.driver.behind())})"
         return MigrationTimeout(f"{what} not begun: {why}", origin=rank, reason=why)

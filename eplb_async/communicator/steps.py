@@ -1,13 +1,8 @@
-"""The steps of this rank's engine: counted, and held up where a layer must change before the next one (rule 11).
+"""The steps of this rank's engine as two threads meet at them: the one that steps, and the engine loop.
 
-Ranks run steps in lock-step, so step *n* is the same step on all. A vote for a layer carries its *hold*, the first
-step that this rank does not begin undecided; COMMIT says *at*, the largest hold; and each rank applies the layer after
-its step ``at - 1`` and before its step ``at``. So no step runs with different placements, and none waits for a
-collective of ours.
-
-Two threads meet here: the one that steps, and the engine loop. The step is fast because it looks at one number, the
-*gate*, the first step that may not begin as things are. Whoever lowers it shuts it first and looks afterwards where
-the engine stands; who begins a step says so first and looks at the gate afterwards. So one of them sees the other.
+What a step waits for is in ``core.steps``. The step is fast because it looks at one number, the gate. Whoever lowers
+the gate shuts it first and looks afterwards where the engine stands; who begins a step says so first and looks at the
+gate afterwards. So one of them sees the other.
 """
 
 from __future__ import annotations
@@ -18,16 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 
+from eplb_async.core.steps import MAX_STEP, NEVER, StepCounter
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import ActivationTimeout, CommunicatorClosed
 
-_OPEN = 1 << 62
 _SHUT = -1
-MAX_STEP = (1 << 32) - 2_000
-"""The highest number of a step: holds are unsigned 32-bit numbers."""
 
 
-class Steps:
+class Steps(StepCounter):
     """Where the engine stands, and what it must wait for; ``with`` or ``async with`` it for one step.
 
     Args:
@@ -37,7 +30,6 @@ class Steps:
         mark: Called in the thread that steps when it leaves one: marks the end of what it has queued on its stream.
 
     Attributes:
-        number: The last step begun; 0 before the first.
         term: Term of the view. Tag with it what a step exchanges between ranks, so that a rank that was fenced
             cannot run a step with the others.
     """
@@ -45,22 +37,15 @@ class Steps:
     def __init__(
         self, engine: LoopEngine, *, margin: int, timeout: float, mark: Callable[[], object] | None = None
     ) -> None:
-        self.number = 0
+        super().__init__(margin)
         self.term = 0
         self.give_up: Callable[[str], object] = lambda _: None
         self.awaited: Callable[[], Iterable[int]] = lambda: ()
         self._engine = engine
-        self._margin = margin
         self._timeout = timeout
         self._mark = mark
         self._lock = threading.Lock()
         self._next = 1
-        self._stride = 1  # twice the step that runs or wants to begin; one more after it
-        self._idle_after = 0
-        self._gate = _OPEN
-        self._hold = _OPEN
-        self._undecided = -1  # the layer voted for
-        self._due: dict[int, int] = {}  # committed, not applied: its step by layer
         self._over = ""
         self._abandoned = False
         self._wake: Callable[[], object] | None = None  # wakes who waits to begin a step
@@ -69,7 +54,7 @@ class Steps:
     # ------------------------------------------------------------------------------- the thread that steps
     def next(self, number: int | None = None) -> Steps:
         """The next step; see ``AsyncEplbCommunicator.step``."""
-        stride = self._stride
+        stride = self.stride
         if not stride & 1:
             raise RuntimeError(f"step {stride >> 1} has not ended; steps run one after the other")
         if number is None:
@@ -82,8 +67,8 @@ class Steps:
 
     def __enter__(self) -> Steps:
         number = self._next
-        self._stride = number << 1
-        if number >= self._gate:
+        self.stride = number << 1
+        if number >= self.gate:
             self._wait(number)
         self.number = number
         return self
@@ -91,14 +76,14 @@ class Steps:
     def __exit__(self, *_: object) -> None:
         if self._mark is not None:
             self._mark()
-        self._stride += 1
-        if self._gate != _OPEN:
+        self.stride += 1
+        if self.gate != NEVER:
             self._poke()
 
     async def __aenter__(self) -> Steps:
         number = self._next
-        self._stride = number << 1
-        if number >= self._gate:
+        self.stride = number << 1
+        if number >= self.gate:
             loop, woken = asyncio.get_running_loop(), asyncio.Event()
             with contextlib.closing(self._waits(number, lambda: _call(loop, woken.set), loop.time)) as waits:
                 for seconds in waits:
@@ -115,13 +100,9 @@ class Steps:
     def idle(self) -> None:
         """The engine stops stepping; see ``AsyncEplbCommunicator.idle``."""
         with self._lock:
-            if not self._stride & 1:
-                raise RuntimeError(f"step {self._stride >> 1} has not ended: the engine is not idle inside of it")
-            self._idle_after = self.number
-            if self._hold != _OPEN:
-                self._hold = min(self._hold, self.number + 1)
-            self._due = {layer: self._brought_forward(at) for layer, at in self._due.items()}
-            self._set_gate()
+            if not self.stride & 1:
+                raise RuntimeError(f"step {self.stride >> 1} has not ended: the engine is not idle inside of it")
+            super().idle()
         self._poke()
 
     def _wait(self, number: int) -> None:
@@ -162,7 +143,7 @@ class Steps:
         with self._lock:
             if self._over:
                 raise CommunicatorClosed(f"the communicator is {self._over}")
-            begins = number < self._gate
+            begins = number < self.gate
             news = not begins and self._wake is None
             self._wake = None if begins else wake
         if news:
@@ -173,13 +154,13 @@ class Steps:
         """The step that wanted to begin has not."""
         with self._lock:
             self._wake = None
-            self._stride = (self.number << 1) + 1
+            self.stride = (self.number << 1) + 1
         self._poke()
 
     def _timed_out(self, number: int) -> ActivationTimeout:
         with self._lock:
-            layer, at = min(self._due.items(), default=(self._undecided, number))
-            due = bool(self._due)
+            layer, at = min(self.due.items(), default=(self.undecided, number))
+            due = bool(self.due)
         ranks = () if due else tuple(sorted(self.awaited()))
         what = (
             f"layer {layer} is to be applied before step {at}, and was not"
@@ -201,29 +182,22 @@ class Steps:
             self._engine.post(callback)
 
     # ------------------------------------------------------------------------------------- the engine loop
-    def vote(self, layer: int) -> int:
+    def voted(self, layer: int) -> int:
         """This rank votes for a layer: returns its hold."""
         with self._lock:
-            self._gate = _SHUT
-            number = self._stride >> 1
-            idle = self._stride == (self._idle_after << 1) + 1
-            hold = number + 1 if idle else number + 1 + self._margin
-            self._hold, self._undecided = min(self._hold, hold), layer
-            self._set_gate()
-        return hold
+            self.gate = _SHUT
+            return super().voted(layer)
 
-    def decided(self) -> None:
+    def decide(self) -> None:
         """No vote of this rank is outstanding any more."""
-        if self._hold != _OPEN:
+        if self.hold != NEVER:
             with self._lock:
-                self._hold = _OPEN
-                self._set_gate()
+                super().decide()
 
     def commit(self, layer: int, at: int) -> None:
-        """A layer is to be applied after step ``at - 1`` and before step ``at``."""
+        """A layer is to be applied before step ``at``, and after those below it."""
         with self._lock:
-            self._due[layer] = self._brought_forward(at)
-            self._set_gate()
+            super().commit(layer, at)
 
     async def reached(self, layer: int) -> bool:
         """Wait until a committed layer may be applied; the next step then waits for :meth:`applied`.
@@ -234,7 +208,7 @@ class Steps:
         while not self._abandoned:
             self._news.clear()
             with self._lock:
-                if self._is_time(self._due[layer]):
+                if self.is_time(layer, held=self._wake is not None):
                     return True
             await self._news.wait()
         return False
@@ -242,58 +216,49 @@ class Steps:
     def applied(self, layer: int) -> None:
         """The layer is applied: its step may begin."""
         with self._lock:
-            del self._due[layer]
-            self._set_gate()
+            super().applied(layer)
 
     def end(self, why: str) -> None:
         """This rank is out of the group: no step begins any more, and what is due is applied outside of one."""
         with self._lock:
             self._over = self._over or why
-            self._set_gate()
+            self.set_gate()
         self._news.set()
 
     def abandon(self) -> dict[int, int]:
         """Wait for no step any more; returns the layers that stay as they are, with their steps."""
         self._abandoned = True
         self._news.set()
-        return self.due
+        return self.waiting
 
     @property
-    def due(self) -> dict[int, int]:
+    def waiting(self) -> dict[int, int]:
         """The step of each layer that is committed and not applied. Safe from any thread."""
         with self._lock:
-            return dict(self._due)
+            return dict(self.due)
 
     @property
-    def stride(self) -> int:
-        """Twice the step that runs, and one more between that and the next. Safe from any thread."""
+    def come(self) -> int:
+        """How far the engine has come: its stride, without a step that waits to begin. Safe from any thread."""
         with self._lock:
-            return self._stride if self._wake is None else (self.number << 1) + 1
+            return self.stride if self._wake is None else (self.number << 1) + 1
 
     def _overdue(self, number: int) -> None:
-        if self._hold <= number:
+        if self.hold <= number:
             self.give_up(
-                f"layer {self._undecided} was not decided before step {number}, which has waited {self._timeout:g} s "
+                f"layer {self.undecided} was not decided before step {number}, which has waited {self._timeout:g} s "
                 f"for it, for ranks {sorted(self.awaited())}"
             )
 
-    def _is_time(self, at: int) -> bool:
-        number, outside = self._stride >> 1, self._stride & 1
-        if outside:
-            return bool(self._over) or number + 1 >= at
-        return self._wake is not None and number >= at
+    def is_time(self, layer: int, *, held: bool = False) -> bool:
+        """Whether a layer that is due may be applied now; of a rank that is out, outside of any step."""
+        return bool(self._over and self.stride & 1) or super().is_time(layer, held=held)
 
-    def _brought_forward(self, at: int) -> int:
-        """The engine is idle between two steps, the same two on all ranks: what was to come soon after comes there.
-
-        Votes from before have holds of at most the next step and the margin, votes from after have larger ones. So
-        all ranks bring the same layers forward, whenever they hear of them.
-        """
-        first = self._idle_after + 1
-        return first if first < at <= first + self._margin else at
-
-    def _set_gate(self) -> None:
-        self._gate = _SHUT if self._over else min(self._hold, *self._due.values(), _OPEN)
+    def set_gate(self) -> None:
+        """Something has changed that the gate depends on; under the lock."""
+        super().set_gate()
+        if self._over:
+            self.gate = _SHUT
         if self._wake is not None:
             self._wake()
 

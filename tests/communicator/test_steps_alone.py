@@ -49,24 +49,24 @@ def test_the_hold_is_the_first_step_that_is_not_begun_undecided(margin: int) -> 
 
     async def main() -> None:
         steps = virtual(margin)
-        assert steps.vote(0) == 1, "an engine that never stepped is idle"
-        steps.decided()
+        assert (steps.voted(0), steps.hold) == (1 + margin, 1), "an engine that never stepped is idle"
+        steps.decide()
         async with steps.next():
-            assert steps.vote(0) == 2 + margin
+            assert steps.voted(0) == 2 + margin
         for _ in range(margin):
             async with steps.next():
                 pass
         entering = asyncio.ensure_future(steps.next().__aenter__())
         await asyncio.sleep(1.0)
         assert not entering.done()
-        steps.decided()
+        steps.decide()
         await entering
         assert steps.number == 2 + margin
         await steps.__aexit__()
-        assert steps.vote(1) == 3 + 2 * margin
-        steps.decided()
+        assert steps.voted(1) == 3 + 2 * margin
+        steps.decide()
         steps.idle()
-        assert steps.vote(1) == 3 + margin
+        assert (steps.voted(1), steps.hold) == (3 + 2 * margin, 3 + margin)
 
     run(main())
 
@@ -132,13 +132,13 @@ def test_idle_holds_the_next_step_until_what_was_voted_before_is_known() -> None
     async def main() -> None:
         steps = virtual()
         async with steps.next():
-            assert steps.vote(0) == 4
+            assert steps.voted(0) == 4
         steps.idle()
         entering = asyncio.ensure_future(steps.next().__aenter__())
         await asyncio.sleep(1.0)
         assert not entering.done()
         steps.commit(0, 4)
-        steps.decided()
+        steps.decide()
         assert await is_time(steps, 0)
         steps.applied(0)
         await entering
@@ -156,7 +156,7 @@ def test_a_step_that_cannot_begin_gives_the_migration_up_and_then_itself() -> No
         steps.give_up = asked.append
         steps.awaited = lambda: {2, 1}
         async with steps.next():
-            steps.vote(4)
+            steps.voted(4)
         loop = asyncio.get_running_loop()
         begun = loop.time()
         with pytest.raises(ActivationTimeout, match=r"step 2 cannot begin: .* layer 4 .* ranks \[1, 2\]") as caught:
@@ -167,7 +167,7 @@ def test_a_step_that_cannot_begin_gives_the_migration_up_and_then_itself() -> No
         assert asked == [
             "layer 4 was not decided before step 2, which has waited 3 s for it, for ranks [1, 2]",
         ]
-        steps.decided()
+        steps.decide()
         async with steps.next():
             assert steps.number == 2
 
@@ -177,7 +177,7 @@ def test_a_step_that_cannot_begin_gives_the_migration_up_and_then_itself() -> No
 def test_a_cancelled_entry_has_not_begun() -> None:
     async def main() -> None:
         steps = virtual(margin=0)
-        steps.vote(0)
+        steps.voted(0)
         entering = asyncio.ensure_future(steps.next().__aenter__())
         await asyncio.sleep(0.1)
         entering.cancel()
@@ -193,7 +193,7 @@ def test_a_plain_with_in_the_engine_loops_own_thread_is_refused_where_it_would_w
     async def main() -> None:
         steps = virtual(margin=0)
         some_steps(steps, 3)
-        steps.vote(0)
+        steps.voted(0)
         with pytest.raises(RuntimeError, match="async with"):
             some_steps(steps, 1)
         assert steps.number == 3
@@ -218,14 +218,14 @@ def test_threads_never_begin_a_step_at_or_above_a_hold_that_is_undecided(engine:
     async def vote() -> int:
         late = 0
         for layer in range(1500):
-            hold = steps.vote(layer)
+            hold = steps.voted(layer)  # margin 0: what is sent is what is held
             for _ in range(3):
                 late += steps.number >= hold
                 await asyncio.sleep(0)
             late += steps.number >= hold
             at = hold + layer % 3
             steps.commit(layer, at)
-            steps.decided()
+            steps.decide()
             assert await steps.reached(layer)
             late += steps.number >= at
             await asyncio.sleep(0)
@@ -256,9 +256,9 @@ def test_a_blocked_thread_is_woken_by_the_decision_and_by_the_end(engine: Engine
         except CommunicatorClosed as error:
             ends.append(str(error))
 
-    for end in (steps.decided, lambda: steps.end("fenced: by test")):
-        engine.post(lambda: steps.vote(0))
-        while steps._hold > steps.number + 1:
+    for end in (steps.decide, lambda: steps.end("fenced: by test")):
+        engine.post(lambda: steps.voted(0))
+        while steps.hold > steps.number + 1:
             time.sleep(0.001)
         thread = threading.Thread(target=one)
         thread.start()
@@ -272,8 +272,8 @@ def test_a_blocked_thread_is_woken_by_the_decision_and_by_the_end(engine: Engine
 
 def test_a_thread_is_told_after_its_time(engine: Engine) -> None:
     steps = Steps(engine, margin=0, timeout=0.05)
-    engine.post(lambda: steps.vote(0))
-    while steps._hold != 1:
+    engine.post(lambda: steps.voted(0))
+    while steps.hold != 1:
         time.sleep(0.001)
     with pytest.raises(ActivationTimeout):
         some_steps(steps, 1)
