@@ -430,16 +430,20 @@ class AsyncEplbCommunicator:
         """
         return self._stepping().next(number)
 
-    def idle(self) -> None:
+    def idle(self, number: int | None = None) -> None:
         """The engine stops stepping for now, on every rank after the same step; the next :meth:`step` ends that.
 
         Layers that are committed or voted for are then applied at once instead of at a step that may not come. Before
         its first step an engine is idle. Safe in the thread that steps, outside of a step.
 
+        Args:
+            number: The last step that the others have run, for a rank that came back and has not; default its own.
+
         Raises:
             RuntimeError: A step is running, or layers are applied at once.
+            ValueError: The number is below the last step of this rank.
         """
-        self._stepping().idle()
+        self._stepping().idle(number)
 
     def _stepping(self) -> Steps:
         if self._steps is None:

@@ -97,12 +97,14 @@ class Steps(StepCounter):
     async def __aexit__(self, *exc: object) -> None:
         self.__exit__(*exc)
 
-    def idle(self) -> None:
+    def idle(self, number: int | None = None) -> None:
         """The engine stops stepping; see ``AsyncEplbCommunicator.idle``."""
         with self._lock:
             if not self.stride & 1:
                 raise RuntimeError(f"step {self.stride >> 1} has not ended: the engine is not idle inside of it")
-            super().idle()
+            if number is not None and not (type(number) is int and self.number <= number <= MAX_STEP):
+                raise ValueError(f"step {number!r} is before step {self.number}, or above {MAX_STEP}")
+            super().idle(number)
         self._poke()
 
     def _wait(self, number: int) -> None:

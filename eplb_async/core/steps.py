@@ -77,8 +77,15 @@ class StepCounter:
         del self.due[layer]
         self.set_gate()
 
-    def idle(self) -> None:
-        """The engine is idle after its last step, as it is on every rank."""
+    def idle(self, number: int | None = None) -> None:
+        """The engine is idle after its last step, as it is on every rank.
+
+        Args:
+            number: That step, where this rank has not run it.
+        """
+        if number is not None:
+            self.number = number
+            self.stride = (number << 1) + 1
         self.idle_after = self.number
         if self.hold != NEVER:
             self.hold = min(self.hold, self.number + 1)

@@ -156,6 +156,31 @@ def test_a_rank_that_gave_its_numbers_goes_on_with_them() -> None:
     run(main())
 
 
+def test_a_rank_that_comes_back_takes_up_the_count_of_the_others() -> None:
+    """It says after which step all are idle, and then switches with them, idle and in steps."""
+
+    async def main() -> None:
+        async with LocalCluster(THREE, settings=settings()) as c:
+            async with Running(c, steps=5) as running:
+                await asyncio.gather(*running.tasks)
+            c.kill(2)
+            await asyncio.gather(c.comms[0].exclude(2), c.comms[1].exclude(2))
+            opening = asyncio.ensure_future(c.restart(2))
+            assert set(await c.reconnect(2)) == {None}
+            await opening
+            for comm in c.comms:
+                comm.idle(5)
+            all_report(await c.migrate(THREE_NEW, timeout=3.0))
+            async with Running(c) as running:
+                await running.step(8)
+                all_report(await c.migrate(THREE, timeout=3.0))
+                await running.step(c.comms[0].health().step + 2)
+            assert running.engines.check() == 3
+            assert min(running.engines.seen) == 6
+
+    run(main())
+
+
 def test_a_callback_that_fails_is_counted_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(layer: int, placement: Placement) -> None:
         raise ValueError(f"no room for layer {layer}")

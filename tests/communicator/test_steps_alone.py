@@ -126,6 +126,28 @@ def test_idle_brings_forward_what_was_voted_before_and_nothing_else() -> None:
     run(main())
 
 
+def test_a_rank_that_came_back_says_after_which_step_it_is_idle() -> None:
+    """What the others brought forward, it brings forward too; then it counts on from there."""
+
+    async def main() -> None:
+        steps = virtual()
+        for wrong in (-1, 1 << 32, True, "7"):
+            with pytest.raises(ValueError, match="is before step 0, or above"):
+                steps.idle(wrong)  # type: ignore[arg-type]
+        steps.idle(1000)
+        assert (steps.voted(0), steps.hold) == (1003, 1001)
+        steps.commit(0, 1003)
+        steps.decide()
+        assert await is_time(steps, 0)
+        steps.applied(0)
+        async with steps.next():
+            assert steps.number == 1001
+        with pytest.raises(ValueError, match="is before step 1001"):
+            steps.idle(1000)
+
+    run(main())
+
+
 def test_idle_holds_the_next_step_until_what_was_voted_before_is_known() -> None:
     """Another rank may know the decision, and have applied the layer: the step after idling must not run without."""
 
