@@ -578,9 +578,9 @@ async def stepping_at_random(seed: int, steps: int, *, ranks: int = 3) -> tuple[
         return engines.check(), done
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_steps_see_one_placement_on_all_ranks(seed: int) -> None:
-    print("seed", seed, run(stepping_at_random(seed, 150)))
+    print("seed", seed, run(stepping_at_random(seed, 120)))
 
 
 @pytest.mark.faults
