@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from eplb_async.core.forecast import Forecast
     from eplb_async.core.placement import Placement
     from eplb_async.errors import (
+        ActivationTimeout,
         CommunicatorBusy,
         CommunicatorClosed,
         EplbError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from eplb_async.settings import Settings
 
 _HOME = {
+    "ActivationTimeout": "errors",
     "AsyncEplbCommunicator": "communicator",
     "AsyncNixlAgent": "nixl",
     "CommunicatorBusy": "errors",
@@ -64,6 +66,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ActivationTimeout",
     "AsyncEplbCommunicator",
     "AsyncNixlAgent",
     "CommunicatorBusy",

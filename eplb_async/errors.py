@@ -6,7 +6,7 @@ keeps NIXL's own exception.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class EplbError(Exception):
@@ -214,6 +214,32 @@ class MigrationTimeout(MigrationAborted, TimeoutError):
 
 class MigrationInDoubt(MigrationError):
     """This rank voted and cannot learn the decision yet; it applies nothing until a view or ``exclude`` says."""
+
+
+class ActivationTimeout(MigrationError, TimeoutError):
+    """A step did not come, or could not begin, in time; what is committed is applied when it comes.
+
+    Attributes:
+        layer: The layer that waits for it.
+        step: The first step to run with the new placement of the layer, or the one that could not begin.
+        ranks: Ranks that are waited for: those that have come least far, or whose votes are missing.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        layer: int,
+        step: int,
+        ranks: Iterable[int] = (),
+        epoch: int = 0,
+        reason: str = "",
+        committed_layers: int = 0,
+    ) -> None:
+        self.layer = layer
+        self.step = step
+        self.ranks = tuple(ranks)
+        super().__init__(message, epoch=epoch, reason=reason, committed_layers=committed_layers)
 
 
 class CommunicatorBusy(EplbError, RuntimeError):

@@ -35,6 +35,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ping_interval": (0.01, 3600),
     "watchdog_fraction": (0, 1),
     "staging_layers": (1, 64),
+    "step_margin": (0, 1000),
+    "activation_timeout": (0.001, 3600),
 }
 
 
@@ -74,6 +76,10 @@ class Settings:
             its bytes (needs the package xxhash); ``"off"`` checks nothing.
         majority_rule: Require a strict majority of the old view for a takeover.
         retry_reads: READ an expert again from another rank that holds it when a READ of it failed.
+        activation: ``"immediate"`` applies a layer as soon as it is committed; ``"step"`` between two steps of the
+            engine, the same two on every rank, for engines that run in lock-step and say so with ``comm.step()``.
+        step_margin: How many whole steps a rank that has voted for a layer begins before it waits for the decision.
+        activation_timeout: How long a step waits for a decision before the migration is given up, and then for the end.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -103,17 +109,22 @@ class Settings:
     verify: Literal["full", "identity", "off"] = "identity"
     majority_rule: bool = True
     retry_reads: bool = True
+    activation: Literal["immediate", "step"] = "immediate"
+    step_margin: int = 2
+    activation_timeout: float = 5.0
 
     def __post_init__(self) -> None:
         for name, (lowest, highest) in _RANGES.items():
             value = getattr(self, name)
-            whole = name == "staging_layers" or (name.startswith("max_") and name != "max_pause")
+            whole = name in ("staging_layers", "step_margin") or (name.startswith("max_") and name != "max_pause")
             kinds = (int,) if whole else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"setting {name}={value!r} is not {kind} from {lowest} to {highest}")
         if self.verify not in ("full", "identity", "off"):
             raise ValueError(f"setting verify={self.verify!r} is not 'full', 'identity' or 'off'")
+        if self.activation not in ("immediate", "step"):
+            raise ValueError(f"setting activation={self.activation!r} is not 'immediate' or 'step'")
         if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 16):
             raise ValueError("setting secret must be bytes, 16 or more of them")
         if self.secret is not None:

@@ -27,6 +27,7 @@ class Attempt:
         make_run: Makes the epoch's data movement.
         loader: Loads experts that no member holds, if the caller can.
         refusal: Why this rank cannot take part; it joins in a way that ends the attempt on all ranks.
+        overdue: The error of layers that are committed and wait for their step; ``None`` if there are none.
 
     Attributes:
         again: The view changed before anybody in the new one had begun it: it may be made again.
@@ -43,6 +44,7 @@ class Attempt:
         make_run: Callable[[Attempt], EpochRun],
         loader: Loader | None = None,
         refusal: Exception | None = None,
+        overdue: Callable[[Attempt], Exception | None] = lambda _: None,
     ) -> None:
         self.plan = plan
         self.deadline = deadline
@@ -56,6 +58,8 @@ class Attempt:
         self._loop = loop
         self._endpoint = endpoint
         self._make_run = make_run
+        self._overdue = overdue
+        self._ended = False
         self._planned = planned_seconds
         self._joined = self._moved = loop.time()
         self._begun: float | None = None
@@ -75,8 +79,11 @@ class Attempt:
     async def finish(self, ended: Ended) -> None:
         """The epoch is over here: see it through, then say so."""
         self._moved = self._loop.time()
+        self._ended = True
         self.again = ended.again
         held = self.held
+        if self.late:
+            self.fail_if_overdue()
         if self.run is not None:
             try:
                 await self.run.finish(ended.committed)
@@ -88,6 +95,11 @@ class Attempt:
                 self.result.set_result(self._report(ended))
         else:
             self.fail(self.cause or _aborted(ended, self.plan, late=self.late, held=held))
+
+    def fail_if_overdue(self) -> None:
+        """The deadline has passed: do not wait any longer for the step of a layer that is committed."""
+        if self._ended and (error := self._overdue(self)) is not None:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""

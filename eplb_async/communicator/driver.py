@@ -11,10 +11,12 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.chatter import Chatter
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
+from eplb_async.communicator.steps import Steps
 from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
@@ -48,6 +50,7 @@ class Driver:
         key: Authenticates control messages.
         roster: Members introduced so far.
         num_layers: Layers of a migration.
+        steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class Driver:
         key: bytes,
         roster: Roster,
         num_layers: int,
+        steps: Steps | None = None,
     ) -> None:
         self.identity = identity
+        self.steps = steps
         self.roster = roster
         self.settings = settings
         self.degraded: dict[int, str] = {}
@@ -93,6 +98,8 @@ class Driver:
         self._served: Endpoint | None = None
         self._linger_until = 0.0
         self._changed = asyncio.Event()
+        self._strides: dict[int, int] = {}
+        self._asking: asyncio.TimerHandle | None = None
         self.close_by: float | None = None
         self.on_standing: Callable[[Standing], object] = lambda _: None
         self.standing = self._stand()
@@ -138,6 +145,8 @@ class Driver:
     def _hear(self, message: messages.Message) -> None:
         if self.roster.same_start(message.sender, message.sender_incarnation):
             self._chatter.heard(message.sender)
+            if isinstance(message, messages.Ping | messages.Pong):
+                self._strides[message.sender] = message.stride
             self.feed(events.Received(message))
         else:
             self.dropped["another incarnation"] += 1
@@ -176,6 +185,8 @@ class Driver:
         """Give the protocol an event and do what it says."""
         for command in self.protocol.handle(event, self._engine.loop.time()):
             self._do(command)
+        if self.steps is not None and self.protocol.prepared <= self.protocol.committed:
+            self.steps.decide()
         self._settle_timers()
         self.note()
 
@@ -212,6 +223,8 @@ class Driver:
             return
         if not self._chatter.is_due(to, message, self._engine.loop.time()):
             return
+        if self.steps is not None and isinstance(message, messages.Ping | messages.Pong):
+            message = replace(message, stride=self.steps.come)
         try:
             data = self._codec.address(
                 message,
@@ -236,9 +249,9 @@ class Driver:
             case events.Begin(epoch, members):
                 if attempt is not None:
                     attempt.begin(epoch, members)
-            case events.Commit(_, _, upto, _):
+            case events.Commit(_, _, upto, at):
                 if attempt is not None and attempt.run is not None:
-                    attempt.run.commit(upto)
+                    attempt.run.commit(upto, at)
             case events.Ended():
                 if attempt is not None:
                     if not command.complete:
@@ -259,6 +272,8 @@ class Driver:
                     )
             case events.Installed(term, members):
                 _log.info("view %d: members %s", term, sorted(members))
+                if self.steps is not None:
+                    self.steps.term = term
                 self.on_installed(members)
             case events.Fenced(reason):
                 self._end_for_good(f"fenced: {reason}")
@@ -285,6 +300,8 @@ class Driver:
 
     def _end_for_good(self, why: str) -> None:
         self.over = why
+        if self.steps is not None:
+            self.steps.end(why)
         if why != "closed":
             self.last_error = why
             _log.error("this rank is out of the group, which goes on without it: %s", why)
@@ -292,7 +309,28 @@ class Driver:
             self.attempt.fail(CommunicatorClosed(f"the communicator is {why}"))
         self.note()
 
+    def behind(self) -> tuple[int, ...]:
+        """Members that have come least far among the steps, this rank included, and those not heard of yet."""
+        assert self.steps is not None
+        heard = dict(self._strides)
+        strides = {rank: heard.get(rank, -1) for rank in self.protocol.members - self.protocol.gone}
+        strides[self.identity.rank] = self.steps.come
+        least = min(stride for stride in strides.values() if stride >= 0)
+        return tuple(sorted(rank for rank, stride in strides.items() if stride <= least))
+
+    def _ask_strides(self) -> None:
+        """While a layer waits for its step: ask the others where they stand, again and again."""
+        self._asking = None
+        if self.steps is None or not self.steps.waiting or self.over:
+            return
+        for rank in self.protocol.members - {self.identity.rank}:
+            self.send(rank, messages.Ping(term=self.protocol.term))
+        self._asking = self._engine.loop.call_later(self.settings.ping_interval, self._ask_strides)
+
     def _settle_timers(self) -> None:
+        if self.steps is not None and self._asking is None and self.steps.waiting:
+            self._strides.clear()
+            self._asking = self._engine.loop.call_later(self.settings.ping_interval, self._ask_strides)
         now = self._engine.loop.time()
         wakeup = self.protocol.next_wakeup
         lingers = now < self._linger_until
@@ -331,8 +369,10 @@ class Driver:
             deadline = None
         elif phase == "closing":
             deadline = self.close_by
-        elif attempt is not None and phase in ("joined", "open"):
+        elif attempt is not None and phase in ("joined", "open", "activating"):
             deadline = attempt.deadline
+            if phase == "activating" and deadline <= since:  # of an epoch that ended at its deadline
+                deadline = since + self.settings.activation_timeout
         else:
             deadline = since + self.settings.settle_timeout
         return Standing(phase=phase, since=since, deadline=deadline)
@@ -345,6 +385,8 @@ class Driver:
             elif self.identity.rank in protocol.leaving:
                 return "closing"
             elif phase is Phase.IDLE and self.attempt is not None:
+                if self.steps is not None and self.steps.waiting:
+                    return "activating"
                 phase = Phase.SETTLING
             elif phase is Phase.IDLE and protocol.view_changing:
                 return "view_change"
@@ -352,6 +394,7 @@ class Driver:
 
     def stop(self) -> None:
         """No more timers."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._asking):
+            if timer is not None:
+                timer.cancel()
         self._serving.close()

@@ -7,13 +7,14 @@ apply of this one. Nothing here decides: :class:`EpochRun` reports what is stage
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from eplb_async.communicator.job import LayerJob
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.members import Member, memory_of
 from eplb_async.communicator.reads import Reads, Traffic
+from eplb_async.communicator.steps import Steps
 from eplb_async.core.detours import Detours
 from eplb_async.core.plan import MigrationPlan, Move
 from eplb_async.core.throttle import Throttle
@@ -46,6 +47,8 @@ class EpochRun:
         on_failed: Called once, with the first failure.
         on_applied: Called with each layer that has been applied.
         on_retry: Called with a layer, the experts that failed, their source, the new one, and the failure.
+        after_apply: Awaited with each layer once it is applied, before a step may run with it; ``None`` for nothing.
+        steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class EpochRun:
         on_failed: Callable[[Exception], object],
         on_applied: Callable[[int], object],
         on_retry: Callable[[int, Sequence[int], int, int, Exception], object],
+        after_apply: Callable[[int], Awaitable[object]] | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -87,10 +92,15 @@ class EpochRun:
         self._on_failed = on_failed
         self._on_applied = on_applied
         self._on_retry = on_retry
+        self._after_apply = after_apply
+        self._steps = steps
+        # At steps a layer is voted for when those before it are applied here. A voter waits before its hold, and a rank
+        # without staging for one layer more could not vote before a step that this one then would not begin.
+        self._votes_ahead = plan.new.num_layers if steps is None else 1
         self._jobs: dict[int, list[LayerJob]] = {}  # a layer's first job, then those that READ again
         self._detours = Detours(plan)
         self._ready = [False] * plan.new.num_layers
-        self._staged = 0
+        self._staged = self._voted = 0
         self._applied = self._commit_to = 0
         self._failed = self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,8 +126,11 @@ class EpochRun:
         """Begin to post READs; only after BEGIN."""
         self._stage_from(0)
 
-    def commit(self, upto: int) -> None:
-        """Layers below ``upto`` are decided: apply them, in order."""
+    def commit(self, upto: int, at: Sequence[int]) -> None:
+        """Layers below ``upto`` are decided: apply them, in order, layer *l* before step ``at[l]``."""
+        if self._steps is not None:
+            for layer in range(self._commit_to, upto):
+                self._steps.commit(layer, at[layer])
         self._commit_to = upto
         if self._stopped:
             return
@@ -125,6 +138,7 @@ class EpochRun:
             return  # a layer could not be applied: nothing after it may be
         if self._apply_task is None or self._apply_task.done():
             self._apply_task = self._engine.spawn(self._apply_layers(), f"apply on rank {self.rank}")
+            self._apply_task.add_done_callback(self._done)
 
     async def finish(self, committed: int) -> None:
         """The epoch is over: stop what is under way, see the apply of layers below ``committed`` through.
@@ -140,6 +154,8 @@ class EpochRun:
     async def stop(self) -> None:
         """Closing: as :meth:`finish`, and layers that are decided but not yet applied stay as they are."""
         self._stopped = True
+        if self._steps is not None:
+            self._steps.abandon()
         await self._wind_up()
 
     async def _wind_up(self) -> None:
@@ -251,11 +267,15 @@ class EpochRun:
             job = await self._read_again(job, failed)
             failed = await self._reads.outcome(job)
         self._ready[job.layer] = True
-        before = self._staged
         while self._staged < len(self._ready) and self._ready[self._staged]:
             self._staged += 1
-        if self._staged > before and not self._failed:
-            self._on_staged(self._staged)
+        self._vote()
+
+    def _vote(self) -> None:
+        upto = min(self._staged, self._applied + self._votes_ahead)
+        if upto > self._voted and not self._failed:
+            self._voted = upto
+            self._on_staged(upto)
 
     async def _read_again(self, job: LayerJob, failed: Mapping[int, Exception]) -> LayerJob:
         """Post READs of what was not brought from other sources, each expert whole.
@@ -342,6 +362,8 @@ class EpochRun:
     async def _apply_layers(self) -> None:
         while self._applied < self._commit_to and not self._stopped:
             layer = self._applied
+            if self._steps is not None and not await self._steps.reached(layer):
+                return
             jobs = self._jobs.pop(layer)
             copies = [
                 Copy(
@@ -361,6 +383,11 @@ class EpochRun:
             self._applied += 1
             self._freed.set()
             self._on_applied(layer)
+            if self._after_apply is not None:
+                await self._after_apply(layer)
+            if self._steps is not None:
+                self._steps.applied(layer)
+                self._vote()
 
     # -------------------------------------------------------------------------------------------- within
     def _staged_rows(self, job: LayerJob, tensor: int) -> Any:

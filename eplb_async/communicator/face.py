@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 import warnings
-from collections.abc import AsyncIterator, Iterable, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import torch
 
@@ -16,6 +18,7 @@ from eplb_async.communicator.opener import Opener
 from eplb_async.communicator.owner import checked_version, chosen_layers
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.session import Session
+from eplb_async.communicator.steps import Steps
 from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
@@ -37,7 +40,14 @@ class AsyncEplbCommunicator:
     threads.
     """
 
-    def __init__(self, engine: LoopEngine, session: Session, weights: ExpertWeights, store: Rendezvous | None) -> None:
+    def __init__(
+        self,
+        engine: LoopEngine,
+        session: Session,
+        weights: ExpertWeights,
+        store: Rendezvous | None,
+        on_layer_applied: Callable[[int, Placement], object] | None = None,
+    ) -> None:
         self._engine = engine
         self._session = session
         self._weights = weights
@@ -48,6 +58,16 @@ class AsyncEplbCommunicator:
         self._owned = ""
         self._closed = False
         self._closing: asyncio.Future[tuple[str, ...]] | None = None
+        self._steps = session.steps
+        if on_layer_applied is not None:
+            self._on_layer_applied, context = on_layer_applied, contextvars.copy_context()
+            me = weakref.ref(self)  # what the callback holds may hold this: the engine thread must not keep it alive
+
+            def tell(layer: int, placement: Placement) -> None:
+                if (comm := me()) is not None:
+                    context.run(comm._on_layer_applied, layer, placement)
+
+            session.on_layer_applied = tell
 
     @classmethod
     def open(
@@ -63,6 +83,7 @@ class AsyncEplbCommunicator:
         staging: int | torch.Tensor | None = None,
         settings: Settings | None = None,
         timeout: float | None = None,
+        on_layer_applied: Callable[[int, Placement], object] | None = None,
         engine: LoopEngine | None = None,
         native: NativeFactory = real,
     ) -> Opening[AsyncEplbCommunicator]:
@@ -86,6 +107,9 @@ class AsyncEplbCommunicator:
             staging: Bytes of staging, or the caller's own flat uint8 buffer; default two layers.
             settings: Every other number and switch; default from ``EPLB_ASYNC_*``.
             timeout: Deadline for each peer, in seconds; default ``settings.peer_timeout``.
+            on_layer_applied: Called with each layer that was applied, and where the experts are then, before a step
+                runs with it: refresh routing tables in place. It runs in the thread that copies, on the server's
+                stream on CUDA, and holds the apply up. What it raises is logged and counted, and changes nothing.
             engine: Engine to live on; default one of its own. For tests.
             native: Makes the native agent. For tests.
 
@@ -117,7 +141,7 @@ class AsyncEplbCommunicator:
             rows = opener.check()
             where = engine or Engine(f"eplb-async {group}/{rank}", use_uvloop=chosen.use_uvloop)
             session, store = await opener.open(where, rows, own=engine is None)
-            return cls(where, session, rows, store)
+            return cls(where, session, rows, store, on_layer_applied)
 
         return Opening(opened)
 
@@ -376,6 +400,55 @@ class AsyncEplbCommunicator:
         limit = seconds(timeout, session.settings.peer_timeout)
         with self._doing("reconnect"):
             await self._engine.run(lambda: session.reconnect(rank, limit))
+
+    def step(self, number: int | None = None) -> Steps:
+        """Around each forward pass of an engine in lock-step: ``with comm.step(): …``, or ``async with``.
+
+        Needs ``settings.activation == "step"``. Entering is the boundary between two steps: layers whose step has come
+        are applied before it returns, and it waits where a decision about a layer must be known first. Both are
+        bounded by ``settings.activation_timeout``: then the migration is given up, and after as long again it raises.
+        Otherwise it takes about a microsecond. ``with`` may be used in any thread, one step at a time; in the thread
+        of a loop it blocks that while it waits, and ``async with`` does not.
+
+        All ranks must run the same steps with the same numbers. Tag what a step exchanges between ranks with its
+        ``term``, so that a rank that was fenced cannot run one with the others.
+
+        Cancelled while entering: the step has not begun.
+
+        Args:
+            number: The engine's own number of the step, above all before; default one more than the last. Give it
+                where ranks come back into a group that has stepped on.
+
+        Returns:
+            What ``with`` needs; as the context it has ``number`` and ``term``.
+
+        Raises:
+            ActivationTimeout: On entering: what was waited for did not come. The step has not begun; enter it again.
+            CommunicatorClosed: On entering: it is closed, or was fenced by the others.
+            RuntimeError: A step is running, layers are applied at once, or ``with`` would wait for its own thread.
+            ValueError: The number is not above the last one.
+        """
+        return self._stepping().next(number)
+
+    def idle(self, number: int | None = None) -> None:
+        """The engine stops stepping for now, on every rank after the same step; the next :meth:`step` ends that.
+
+        Layers that are committed or voted for are then applied at once instead of at a step that may not come. Before
+        its first step an engine is idle. Safe in the thread that steps, outside of a step.
+
+        Args:
+            number: The last step that the others have run, for a rank that came back and has not; default its own.
+
+        Raises:
+            RuntimeError: A step is running, or layers are applied at once.
+            ValueError: The number is below the last step of this rank.
+        """
+        self._stepping().idle(number)
+
+    def _stepping(self) -> Steps:
+        if self._steps is None:
+            raise RuntimeError("layers are applied at once; open with Settings(activation='step'), on every rank")
+        return self._steps
 
     @property
     def placement(self) -> Placement:

@@ -43,8 +43,9 @@ class Health:
     """What a communicator is doing now; ``str()`` of it is one line for a log.
 
     Attributes:
-        phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``settling`` (ending), ``in_doubt``,
-            ``view_change`` (no migration, but members go), ``suspended``, ``closing``, ``closed`` or ``fenced``.
+        phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``activating`` (committed, waiting for
+            the step of the last layers), ``settling`` (ending), ``in_doubt``, ``view_change`` (no migration, but
+            members go), ``suspended``, ``closing``, ``closed`` or ``fenced``.
         seconds_in_phase: How long it has been in it.
         seconds_left: How long until the phase's deadline, below 0 once that has passed; ``None`` if it has none.
         rank: This rank.
@@ -68,6 +69,10 @@ class Health:
         weight_version: Weight version of this rank's rows; the same on all ranks, or they cannot migrate.
         paused: Whether it posts no READ until ``resume``.
         max_bytes_per_second: Most bytes that its READs bring in a second; 0 for no limit.
+        step: The last step that the engine began; 0 before the first, and where layers are not applied at steps.
+        due: The step before which each layer that is committed and not applied is to be applied, by layer.
+        behind: Ranks that have come least far among the steps, as far as is known, while a layer waits for its step.
+        callback_errors: How often ``on_layer_applied`` has raised.
         half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.
@@ -97,6 +102,10 @@ class Health:
     weight_version: int = 0
     paused: bool = False
     max_bytes_per_second: int = 0
+    step: int = 0
+    due: Mapping[int, int] = field(default_factory=dict)
+    behind: tuple[int, ...] = ()
+    callback_errors: int = 0
     half_written: tuple[int, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     last_error: str = ""
@@ -115,6 +124,9 @@ class Health:
             )
         if self.waiting_for:
             parts.append(f"waiting for ranks {_listed(self.waiting_for)}")
+        if self.due:
+            waits = ", ".join(f"layer {layer} for step {step}" for layer, step in self.due.items())
+            parts.append(f"step {self.step} was begun last; {waits} waits, least far are ranks {_listed(self.behind)}")
         if self.reads_in_flight:
             rank = "" if self.oldest_read_rank is None else f"rank {self.oldest_read_rank} "
             layer = "" if self.oldest_read_layer is None else f" for layer {self.oldest_read_layer}"

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 
 import torch
@@ -25,6 +25,7 @@ from eplb_async.communicator.members import Identity, Roster, memory_of
 from eplb_async.communicator.owner import Owner
 from eplb_async.communicator.reconnect import Reconnector
 from eplb_async.communicator.report import Health, MigrationReport
+from eplb_async.communicator.steps import Steps
 from eplb_async.communicator.watchdog import Watchdog
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
@@ -34,6 +35,7 @@ from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
 from eplb_async.core.throttle import Throttle
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import (
+    ActivationTimeout,
     CommunicatorClosed,
     MigrationAborted,
     MigrationInDoubt,
@@ -86,10 +88,13 @@ class Session:
         self.version = 0
         self.met_seconds: dict[int, float] = {}
         self.throttle = Throttle(settings.max_bytes_per_second)
+        self.on_layer_applied: Callable[[int, Placement], object] | None = None
+        self.callback_errors = 0
         self._engine = engine
         self._copier = copier
         self._roster = Roster()
         self._read_failures: dict[int, str] = {}  # as noted in degraded, until the next migration begins
+        self.steps = None if settings.activation == "immediate" else self._make_steps()
         self.driver = Driver(
             identity,
             engine=engine,
@@ -97,6 +102,7 @@ class Session:
             key=key,
             roster=self._roster,
             num_layers=placement.num_layers,
+            steps=self.steps,
         )
         self.driver.on_standing = Watchdog(engine.loop, settings.watchdog_fraction, self.health).note
         self._introducer = Introducer(
@@ -210,6 +216,7 @@ class Session:
                 make_run=self._make_run,
                 loader=loader,
                 refusal=refusal,
+                overdue=lambda attempt: self._step_overdue(attempt, timeout),
             )
             try:
                 return await self._see_through(attempt, timeout)
@@ -322,6 +329,10 @@ class Session:
             weight_version=self.version,
             paused=self.throttle.paused,
             max_bytes_per_second=self.throttle.bytes_per_second,
+            step=0 if self.steps is None else self.steps.number,
+            due=(due := {} if self.steps is None else self.steps.waiting),
+            behind=driver.behind() if due else (),
+            callback_errors=self.callback_errors,
             half_written=tuple(sorted(self.owner.half_written)),
             dropped={why: count for why, count in dropped.items() if count},
             last_error=driver.last_error,
@@ -340,19 +351,23 @@ class Session:
             return ()
         self._agents.begin_close()
         self.driver.close_by = deadline
+        if self.steps is not None:
+            self.steps.end("closed")  # nobody steps with this rank any more: what is due is applied now
         if not self.driver.over:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     self.driver.feed(events.Close())
                     await self.driver.until(lambda: bool(self.driver.over) and self.driver.attempt is None)
         self.driver.stop()
+        late = {} if self.steps is None else self.steps.abandon()
         if self.driver.attempt is not None:
             self.driver.attempt.fail(CommunicatorClosed("closed while a migration was running"))
             if self.driver.attempt.run is not None:
                 await self.driver.attempt.run.stop()
         self.driver.over = self.driver.over or "closed"
         self.driver.note()
-        return await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
+        left = await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
+        return left + tuple(f"layer {layer}, committed for step {at} and not applied" for layer, at in late.items())
 
     async def wind_down(self) -> None:
         """Close because the engine stops."""
@@ -386,20 +401,17 @@ class Session:
         So all ranks learn that it refuses, however late they join, and no READ is posted.
         """
         refuser = self.driver.identity.rank if refuses else -1
-        rest = (
-            PLAN_VERSION,
-            wanted.members,
-            sorted(self._nodes(wanted.members).items()),
-            self.settings.verify,
-            refuser,
-        )
+        margin = -1 if self.steps is None else self.settings.step_margin  # what is a hold to one must be one to all
+        nodes = sorted(self._nodes(wanted.members).items())
+        rest = (PLAN_VERSION, wanted.members, nodes, self.settings.verify, margin, refuser)
         digest = hashlib.blake2b(repr(rest).encode(), digest_size=16 - messages.VERSION_BYTES).digest()
         return (wanted.old.digest(), wanted.new.digest(), digest + self.version.to_bytes(messages.VERSION_BYTES))
 
     def _make_run(self, attempt: Attempt) -> EpochRun:
         def staged(upto: int) -> None:
             if self.driver.attempt is attempt:
-                self.driver.feed(events.Staged(upto))
+                holds = None if self.steps is None else (self.steps.voted(upto - 1),) * self.placement.num_layers
+                self.driver.feed(events.Staged(upto, holds))
 
         def failed(error: Exception) -> None:
             attempt.cause = error
@@ -439,6 +451,54 @@ class Session:
             on_failed=failed,
             on_applied=applied,
             on_retry=retried,
+            after_apply=None if self.on_layer_applied is None else self._tell_applied,
+            steps=self.steps,
+        )
+
+    async def _tell_applied(self, layer: int) -> None:
+        """Have the caller's routing tables follow, before a step runs with the layer."""
+        callback, placement = self.on_layer_applied, self.placement
+        if callback is None:
+            return
+        try:
+            await self._copier.call(lambda: callback(layer, placement))
+        except Exception as error:
+            self.callback_errors += 1
+            self.driver.last_error = f"on_layer_applied failed for layer {layer}: {describe(error)}"
+            _log.exception("on_layer_applied failed for layer %d, which is applied", layer)
+
+    def _make_steps(self) -> Steps:
+        settings = self.settings
+        steps = Steps(
+            self._engine, margin=settings.step_margin, timeout=settings.activation_timeout, mark=self._copier.mark
+        )
+
+        def give_up(reason: str) -> None:
+            if self.driver.attempt is not None:
+                self.driver.give_up(self.driver.attempt, reason)
+
+        steps.give_up = give_up
+        steps.awaited = lambda: self.driver.protocol.waiting_for
+        return steps
+
+    def _step_overdue(self, attempt: Attempt, timeout: float) -> ActivationTimeout | None:
+        """The error of an epoch that is over, but for layers whose step has not come by the deadline of ``migrate``."""
+        if self.steps is None or not (due := self.steps.waiting):
+            return None
+        layer, at = min(due.items())
+        behind = self.driver.behind()
+        committed = max(due) + 1
+        return ActivationTimeout(
+            f"layer {layer} is committed, and step {at}, before which it is to be applied, did not come within "
+            f"{timeout:g} s; least far are ranks {list(behind)}, this rank began step {self.steps.number} last. It is "
+            "applied when the step comes, and the next migrate waits for that. An engine that has stopped stepping "
+            "says so with idle(), on every rank",
+            layer=layer,
+            step=at,
+            ranks=behind,
+            epoch=self.driver.protocol.epoch,
+            reason=f"step {at} did not come",
+            committed_layers=committed,
         )
 
     def _expire(self, attempt: Attempt, timeout: float) -> None:
@@ -454,11 +514,13 @@ class Session:
             waiting += f", waiting for {attempt.run.waiting} of this rank"
         if attempt.held:
             waiting += f"; {attempt.held}"
+        undecided = f", layer {protocol.committed} undecided" if protocol.prepared > protocol.committed else ""
         attempt.late = True
+        attempt.fail_if_overdue()
         self.driver.give_up(
             attempt,
             f"timed out after {timeout:g} s in phase {protocol.phase.value} with {protocol.prepared} of "
-            f"{self.placement.num_layers} layers prepared{waiting}",
+            f"{self.placement.num_layers} layers prepared{undecided}{waiting}",
         )
 
     def unsettled(self, what: str, timeout: float) -> MigrationTimeout | MigrationInDoubt:
@@ -471,6 +533,9 @@ class Session:
                 reason=self.driver.last_error,
             )
         why = f"timed out after {timeout:g} s: an earlier migration or a view change had not settled"
+        if self.steps is not None and (due := self.steps.waiting):
+            waits = ", ".join(f"layer {layer} for step {at}" for layer, at in due.items())
+            why += f" ({waits} waits; least far are ranks {list(self.driver.behind())})"
         return MigrationTimeout(f"{what} not begun: {why}", origin=rank, reason=why)
 
     async def _prepare(self, new: Placement) -> tuple[MigrationPlan, float]:

@@ -20,6 +20,7 @@ _ADVICE = {
     "one is dead",
     "open": "see whether the ranks waited for and read from run and are reachable; exclude(rank) says that one is dead",
     "paused": "await resume() on this rank: it is paused, and all ranks wait for its READs",
+    "activating": "see why the ranks named run no steps; an engine that has stopped stepping says so with idle()",
     "settling": "nothing if it ends soon; exclude(rank) says that a rank waited for is dead",
     "view_change": "see whether the ranks waited for run; exclude(rank) says that one is dead",
     "in_doubt": "say with exclude(rank) which ranks are dead; until a view decides, nothing is applied",

@@ -54,15 +54,24 @@ class Ping(Message):
     Attributes:
         gone: Ranks that the sender has proof are gone: a hint.
         declared: Those of them that a caller excluded by word: an order, it spreads.
+        stride: Where the sender's engine stands among the steps (see `Pong`). The driver fills it in.
     """
 
     gone: int = 0
     declared: int = 0
+    stride: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pong(Message):
-    """I am here."""
+    """I am here.
+
+    Attributes:
+        stride: Where the sender's engine stands: twice the number of the step that it runs, and one more between that
+            and the next. The driver fills it in.
+    """
+
+    stride: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,11 @@ A member is gone:
 10. Closing is LEAVE: it gives up, is announced, answers still, and ends with the view of those who stay. It is said
     again with the pings.
 
+Steps (``steps`` has the other half):
+
+11. PREPARED carries the first step that the voter does not begin undecided, COMMIT the largest of these: each rank
+    applies the layer before that step. END and INSTALL carry it too, so a new view switches at the same step.
+
 A rank is back:
 
 12. Who wants a rank back, and has met its new start, says so (MET), and says it again with its pings. When all

@@ -258,7 +258,8 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
     bodies: dict[type[Message], dict[str, _Form]] = {
         messages.Hello: {},
         messages.Introduce: {"blob": _blob(MAX_BLOB)},
-        messages.Ping: {"gone": ranks, "declared": ranks},
+        messages.Ping: {"gone": ranks, "declared": ranks, "stride": counter},
+        messages.Pong: {"stride": counter},
         messages.Join: {"digests": _DIGESTS, "last_epoch": counter},
         messages.Prepared: {"upto": upto, "holds": steps},
         messages.Commit: {"upto": upto, "at": steps},

@@ -15,6 +15,7 @@ from eplb_async.core import events
 from eplb_async.core.events import Command, Event, Phase
 from eplb_async.core.messages import Message
 from eplb_async.core.protocol import Protocol
+from eplb_async.core.steps import Frozen
 from eplb_async.testing.moves import USES
 
 Value = TypeVar("Value", bound=Hashable)
@@ -42,6 +43,12 @@ class Body(NamedTuple):
     """Term, epoch and layers of the last epoch that ended here."""
     start: int = 1
     """Which start of its rank this is."""
+    steps: Frozen | None = None
+    """Where its engine stands among the steps; None in a ring without."""
+    due: tuple[tuple[int, int], ...] = ()
+    """Layer and version of what is committed and waits for its step."""
+    ran: tuple[tuple[int, ...], ...] = ()
+    """The rows that each step ran with, from step 1 on."""
 
 
 class Face(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from eplb_async.core import events
 from eplb_async.core.events import Phase
+from eplb_async.core.steps import NEVER
 from eplb_async.testing.board import Board, Face
 from eplb_async.testing.moves import USES, Violation
 
@@ -30,6 +31,16 @@ def agreement(board: Board) -> None:
         for b in live:
             if a != b:
                 _pair(board, a, b)
+        _steps(board, a, live)
+
+
+def _steps(board: Board, rank: int, live: Sequence[int]) -> None:
+    """Rule 11: no step ran with different placements on two ranks."""
+    ran = board.body(rank).ran
+    for other in live:
+        for number, (mine, theirs) in enumerate(zip(ran, board.body(other).ran, strict=False), 1):
+            if mine != theirs:
+                raise Violation(f"rule 11: step {number} ran with {mine} on rank {rank}, {theirs} on rank {other}")
 
 
 def _one_view(board: Board) -> None:
@@ -70,6 +81,11 @@ def commit(board: Board, rank: int, face: Face, commit: events.Commit, staged: S
     body = board.body(rank)
     if not body.applied == commit.first < commit.upto:
         raise Violation(f"rank {rank} commits [{commit.first}, {commit.upto}) after {body.applied}")
+    if body.steps is not None:
+        number, _, _, hold, *_ = body.steps
+        for layer in range(commit.first, commit.upto):
+            if commit.at[layer] <= number or (body.applied <= layer and commit.at[layer] < hold < NEVER):
+                raise Violation(f"rule 11: rank {rank} hears in step {number}, hold {hold}, of a commit at {commit.at}")
     for layer in range(commit.first, commit.upto):
         if not staged[layer] and not board.is_excluded(rank):
             raise Violation(f"I-6: rank {rank} commits layer {layer} from a READ that is not whole")
@@ -100,6 +116,6 @@ def idle_together(board: Board) -> bool:
         face = board.face(rank)
         if face.phase is not Phase.IDLE or face.outside or face.term != face.promised or face.members != members:
             return False
-        if face.leaving >> rank & 1:
+        if face.leaving >> rank & 1 or board.body(rank).due:
             return False
     return True

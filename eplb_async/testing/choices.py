@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.protocol import Protocol
+from eplb_async.core.steps import Frozen, StepCounter
 from eplb_async.testing.board import FLYING, SPOILT, Board, Body
 from eplb_async.testing.moves import USES, Limits, Move
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The engines of a ring in lock-step.
+
+    Attributes:
+        steps: How many steps each runs at most; it is idle after the last.
+        margin: As for ``StepCounter``.
+        idle_after: After which steps the engines are idle.
+    """
+
+    steps: int
+    margin: int = 1
+    idle_after: frozenset[int] = frozenset()
+
+    def counter(self, frozen: Frozen) -> StepCounter:
+        """The counter of a rank as it stands."""
+        counter = StepCounter(self.margin)
+        counter.thaw(frozen)
+        return counter
 
 
 class Choices(Board):
@@ -25,6 +48,7 @@ class Choices(Board):
         self.limits = limits
         self.pings = pings
         self.reduced = False
+        self.walk: Walk | None = None
         self._own: dict[Any, tuple[Move, ...]] = {}
 
     def moves(self) -> Iterator[Move]:
@@ -37,6 +61,7 @@ class Choices(Board):
             if own is None:
                 own = self._own[key] = tuple(self._moves_of(rank))
             yield from own
+            yield from self._steps_of(rank)
             if self.pings and self.face(rank).wakeup and self._may_ping(rank):
                 yield Move("ping", (rank,))
         if self.limits.returns:
@@ -48,7 +73,7 @@ class Choices(Board):
         limits, face, body = self.limits, self.face(rank), self.body(rank)
         left = {name: getattr(limits, name) - used for name, used in zip(USES, self.uses(), strict=True)}
         busy = face.phase is not Phase.IDLE or face.outside or face.arriving or face.leaving >> rank & 1
-        if not busy and body.migrations < limits.migrations:
+        if not busy and not body.due and body.migrations < limits.migrations:
             yield Move("migrate", (rank,))
         if any(read in (FLYING, SPOILT) for read in body.reads):
             yield Move("stage", (rank,))
@@ -74,6 +99,32 @@ class Choices(Board):
             for other in self.alive():
                 if rank < other and not self.is_cut(rank, other):
                     yield Move("cut", (rank, other), helpful=False)
+
+    def _steps_of(self, rank: int) -> Iterator[Move]:
+        """What the engine of a rank may do next, in lock-step with those of the others in its view."""
+        frozen = self.body(rank).steps
+        if self.walk is None or frozen is None:
+            return
+        counter = self.walk.counter(frozen)
+        for layer, _ in self.body(rank).due:
+            if counter.is_time(layer):
+                yield Move("apply", (rank,))
+                return  # layers in order; the next step waits for it
+        last = counter.number
+        if last in self.walk.idle_after and counter.idle_after < last:
+            yield Move("idle", (rank,))
+            return
+        if last == self.walk.steps or last + 1 >= counter.gate:
+            return
+        face = self.face(rank)
+        for other in range(self.ep_size):
+            if face.members >> other & 1 and other != rank:
+                theirs = self.body(other).steps
+                assert theirs is not None
+                # A step exchanges something with all members, in one term: the dead hold it up until the view changes.
+                if theirs[0] < last or (self.body(other).alive and self.face(other).term != face.term):
+                    return
+        yield Move("step", (rank,))
 
     def _comings(self) -> Iterator[Move]:
         """Ranks start again, are met, and die or lose patience before they are in.
@@ -135,6 +186,7 @@ class Choices(Board):
                 for other in range(self.ep_size):
                     if face.members >> other & 1 and not face.gone >> other & 1 and self._is_lost(rank, other):
                         yield Move("gone", (rank, other))
+            yield from self._steps_of(rank)
 
     def _is_lost(self, rank: int, other: int) -> bool:
         """Whether NIXL will tell ``rank`` that ``other`` is disconnected."""

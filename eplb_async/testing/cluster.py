@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
@@ -54,9 +54,10 @@ class LocalCluster:
         placement: Where the experts are at first.
         row_bytes: Bytes of an expert row in each tensor.
         faults: What goes wrong; agents are named ``default/{rank}.``.
-        settings: Settings of every rank.
+        settings: Settings of every rank, or of each in order.
         fabric: The network; default a new one with ``faults``.
         nodes: Host label of each rank; default all are on this one.
+        on_layer_applied: Gives the callback of each rank, or ``None``.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class LocalCluster:
         *,
         row_bytes: Sequence[int] = (64, 24),
         faults: FaultPlan | None = None,
-        settings: Settings | None = None,
+        settings: Settings | Sequence[Settings] | None = None,
         fabric: MemoryFabric | None = None,
         nodes: Sequence[str] | None = None,
+        on_layer_applied: Callable[[int], Callable[[int, Placement], object] | None] = lambda _: None,
     ) -> None:
         self.fabric = fabric or MemoryFabric(faults)
         self.rendezvous = MemoryRendezvous()
@@ -78,7 +80,9 @@ class LocalCluster:
         self._row_bytes = row_bytes
         self._placement = placement
         self._nodes = nodes
-        self._settings = settings or Settings(secret=b"the cluster's secret")
+        chosen = settings or Settings(secret=b"the cluster's secret")
+        self._settings = [chosen] * placement.ep_size if isinstance(chosen, Settings) else list(chosen)
+        self._on_layer_applied = on_layer_applied
 
     async def __aenter__(self) -> LocalCluster:
         opening = [asyncio.ensure_future(self._open(rank)) for rank in range(self._placement.ep_size)]
@@ -174,7 +178,8 @@ class LocalCluster:
             placement=placement or self._placement,
             rendezvous=self.rendezvous,
             node=None if self._nodes is None else self._nodes[rank],
-            settings=self._settings,
+            settings=self._settings[rank],
+            on_layer_applied=self._on_layer_applied(rank),
             timeout=timeout,
             engine=LoopEngine(asyncio.get_running_loop()),
             native=self.fabric.native,

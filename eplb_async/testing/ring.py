@@ -9,18 +9,20 @@ next member's row, and is spoilt when that row is overwritten while it is in fli
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from eplb_async.core import events, messages
 from eplb_async.core.events import Command, Event, Phase, Proof
 from eplb_async.core.protocol import Protocol
+from eplb_async.core.steps import StepCounter
 from eplb_async.testing import checks
 from eplb_async.testing.board import FLYING, RUINED, SPOILT, STAGED, Body, Face, State
-from eplb_async.testing.choices import Choices
+from eplb_async.testing.choices import Choices, Walk
 from eplb_async.testing.moves import UNLIMITED, Limits, Move, Violation
 from eplb_async.testing.reductions import is_dead
 
-__all__ = ["UNLIMITED", "Body", "Face", "Limits", "Move", "Ring", "State", "Violation"]
+__all__ = ["UNLIMITED", "Body", "Face", "Limits", "Move", "Ring", "State", "Violation", "Walk"]
 
 
 class Ring(Choices):
@@ -33,6 +35,7 @@ class Ring(Choices):
         majority_rule: As for ``Protocol``.
         pings: Whether ``tick`` pings whom a rank waits for. Off, it only makes those doubt who asked for the
             end.
+        walk: The engines' steps, if layers are applied at them; ``None`` if at once.
 
     Attributes:
         log: Rank and command of everything but ``Send`` since the ring was made, in order.
@@ -46,6 +49,7 @@ class Ring(Choices):
         limits: Limits | None = None,
         majority_rule: bool = True,
         pings: bool = False,
+        walk: Walk | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
             "ep_size": ep_size,
@@ -55,9 +59,11 @@ class Ring(Choices):
             "majority_rule": majority_rule,
         }
         self._zeros = zeros = (0,) * num_layers
-        self._newborn = Body(True, zeros, zeros, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0))
+        steps = None if walk is None else StepCounter(walk.margin).freeze()
+        self._newborn = Body(True, zeros, zeros, 0, 0, 0, 0, (0, 0, 0), (0, 0, 0), steps=steps)
         protocols = [Protocol(rank=rank, **self._options) for rank in range(ep_size)]
         super().__init__(protocols, self._newborn, limits or Limits(), pings=pings)
+        self.walk = None if walk is None else replace(walk, idle_after=walk.idle_after | {0, walk.steps})
         self.num_layers = num_layers
         self.recording = True
         self.log: list[tuple[int, Command]] = []
@@ -87,10 +93,38 @@ class Ring(Choices):
         layer = next(i for i, read in enumerate(body.reads) if read in (FLYING, SPOILT))
         done = STAGED if body.reads[layer] == FLYING else RUINED
         body = body._replace(reads=_put(body.reads, layer, done))
+        if self.walk is not None:
+            self.put_body(rank, body)
+            self._vote_at_steps(rank)
+            return
         if face.phase is Phase.OPEN and face.may_vote:
             body = body._replace(voted=(face.term, face.epoch, layer + 1))
         self.put_body(rank, body)
         self._feed(rank, events.Staged(layer + 1, holds))
+
+    def step(self, rank: int) -> None:
+        """The engine of ``rank`` begins its next step, and ends it."""
+        body = self.body(rank)
+        counter = self._counter(rank)
+        counter.number += 1
+        counter.stride += 2
+        self.put_body(rank, body._replace(steps=counter.freeze(), ran=(*body.ran, body.rows)))
+
+    def idle(self, rank: int) -> None:
+        """The engine of ``rank`` is idle after its last step."""
+        counter = self._counter(rank)
+        counter.idle()
+        self.put_body(rank, self.body(rank)._replace(steps=counter.freeze()))
+
+    def apply(self, rank: int) -> None:
+        """``rank`` applies the layer whose step has come, and may vote for the next."""
+        counter = self._counter(rank)
+        (layer, version), *due = self.body(rank).due
+        counter.applied(layer)
+        self._overwrite(rank, layer, version)
+        applied = layer + 1 if self.face(rank).committed > layer else 0  # 0: its epoch is over
+        self.put_body(rank, self.body(rank)._replace(steps=counter.freeze(), due=tuple(due), applied=applied))
+        self._vote_at_steps(rank)
 
     def give_up(self, rank: int, reason: str = "timeout") -> None:
         """``rank`` fails, times out or is cancelled."""
@@ -197,7 +231,7 @@ class Ring(Choices):
     def check_usable(self) -> None:
         """Raises `Violation` if those who are alive, all idle, cannot complete a next epoch (I-9)."""
         kept, log, recording, limits, reduced = self.state, self.log, self.recording, self.limits, self.reduced
-        key = (kept.protocols, tuple((self.body(r).alive, self.body(r).rows) for r in range(self.ep_size)), kept.cut)
+        key = (kept.protocols, tuple(self._usable_by(r) for r in range(self.ep_size)), kept.cut)
         if key not in self._usable:
             self.log, self.recording, self.limits, self.reduced = [], True, Limits(), False
             self.queues = [0] * len(self.queues)
@@ -208,6 +242,10 @@ class Ring(Choices):
                 self.limits, self.reduced = limits, reduced
         if self._usable[key]:
             raise Violation(f"I-9: {self._usable[key]}")
+
+    def _usable_by(self, rank: int) -> tuple[Any, ...]:
+        body = self.body(rank)
+        return (body.alive, body.rows, body.steps, body.due)
 
     def _try_epoch(self) -> str:
         alive = self.alive()
@@ -238,9 +276,13 @@ class Ring(Choices):
         for to, letter in reaction.sends:
             if self.body(to).alive and not self.face(to).over and not self.is_cut(rank, to):
                 self._enqueue(rank * self.ep_size + to, letter)
+        if self.walk is not None and self.faces[after].prepared <= self.faces[after].committed:
+            counter = self._counter(rank)
+            counter.decide()
+            self.put_body(rank, self.body(rank)._replace(steps=counter.freeze()))
         if after != before:
             if self.faces[after].over:
-                self.put_body(rank, self.body(rank)._replace(reads=self._zeros))
+                self.put_body(rank, self.body(rank)._replace(reads=self._zeros, due=()))
                 self._deafen(rank)
             elif self.reduced and self.limits.only_crashes:
                 for link in range(rank, len(self.queues), self.ep_size):
@@ -280,6 +322,14 @@ class Ring(Choices):
                     FLYING if mine == theirs else SPOILT for mine, theirs in zip(body.rows, other.rows, strict=True)
                 )
                 self.put_body(rank, body._replace(reads=reads, source=source))
+            case events.Commit(epoch, first, upto, at) if self.walk is not None:
+                checks.commit(self, rank, face, command, [read == STAGED for read in body.reads])
+                counter = self._counter(rank)
+                for layer in range(first, upto):
+                    counter.commit(layer, at[layer])
+                version = face.term << 8 | epoch
+                due = (*body.due, *((layer, version) for layer in range(first, upto)))
+                self.put_body(rank, body._replace(steps=counter.freeze(), due=due))
             case events.Commit(epoch, first, upto, _):
                 checks.commit(self, rank, face, command, [read == STAGED for read in body.reads])
                 for layer in range(first, upto):
@@ -294,6 +344,28 @@ class Ring(Choices):
                 self.put_body(rank, body._replace(rows=rows))
             case _:
                 pass
+
+    def _counter(self, rank: int) -> StepCounter:
+        frozen = self.body(rank).steps
+        assert self.walk is not None
+        assert frozen is not None
+        return self.walk.counter(frozen)
+
+    def _vote_at_steps(self, rank: int) -> None:
+        """Votes for the next layer if it is staged, and those before it are applied here."""
+        body, face = self.body(rank), self.face(rank)
+        layer = body.applied
+        if face.phase is not Phase.OPEN or body.due or layer >= self.num_layers or face.prepared > layer:
+            return
+        if body.reads[layer] not in (STAGED, RUINED):
+            return
+        counter = self._counter(rank)
+        hold = counter.voted(layer)
+        body = body._replace(steps=counter.freeze())
+        if face.may_vote:
+            body = body._replace(voted=(face.term, face.epoch, layer + 1))
+        self.put_body(rank, body)
+        self._feed(rank, events.Staged(layer + 1, (hold,) * self.num_layers))
 
     def _overwrite(self, rank: int, layer: int, version: int) -> None:
         body = self.body(rank)

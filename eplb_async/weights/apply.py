@@ -46,6 +46,15 @@ class Copier(Protocol):
         """Return when what the server has queued on its stream so far is done: peers may then read the rows."""
         ...
 
+    async def call(self, work: Callable[[], object]) -> None:
+        """Run work that belongs to an apply off the engine loop, and return when what it has queued is done."""
+        ...
+
+    @property
+    def mark(self) -> Callable[[], object] | None:
+        """Called in the thread that steps, it has the copies to come wait for what that has queued; None: needless."""
+        ...
+
 
 class CpuCopier:
     """Copies on the engine's worker thread, with the GIL released during each row."""
@@ -60,6 +69,15 @@ class CpuCopier:
 
     async def fence(self) -> None:
         """See :class:`Copier`; nothing is queued on a CPU."""
+
+    async def call(self, work: Callable[[], object]) -> None:
+        """See :class:`Copier`."""
+        await self._engine.offload(work)
+
+    @property
+    def mark(self) -> Callable[[], object] | None:
+        """See :class:`Copier`; nothing is queued on a CPU."""
+        return None
 
 
 class CudaCopier:
@@ -80,6 +98,7 @@ class CudaCopier:
         self._engine = engine
         self._stream = stream
         self._poll_seconds = poll_seconds
+        self._behind: Any = None
 
     async def copy(self, copies: Sequence[Copy]) -> None:
         """See :class:`Copier`.
@@ -94,6 +113,25 @@ class CudaCopier:
     async def fence(self) -> None:
         """See :class:`Copier`."""
         await self._done(await self._engine.offload(lambda: self._stream().record_event()))
+
+    async def call(self, work: Callable[[], object]) -> None:
+        """See :class:`Copier`; the server's stream is the current one in ``work``."""
+
+        def run() -> Any:
+            stream = self._stream()
+            with torch.cuda.stream(stream):
+                work()
+            return stream.record_event()
+
+        await self._done(await self._engine.offload(run))
+
+    @property
+    def mark(self) -> Callable[[], object] | None:
+        """See :class:`Copier`; the event is on the stream that is current in the thread that steps."""
+        return self._record
+
+    def _record(self) -> None:
+        self._behind = torch.cuda.current_stream(self._stream().device).record_event()
 
     async def _done(self, event: Any) -> None:
         while event is not None and not event.query():
@@ -110,6 +148,8 @@ class CudaCopier:
             if c.target.device != stream.device:
                 raise WeightsError(f"rows on {c.target.device} cannot be copied on a stream of {stream.device}")
         _copy_rows([c for c in copies if c.target.device.type != "cuda"])
+        if self._behind is not None:
+            stream.wait_event(self._behind)
         with torch.cuda.stream(stream):
             for c in on_device:
                 for to, frm in zip(c.to, c.frm, strict=True):

@@ -37,6 +37,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "reason": st.sampled_from(["", "a reason", "é" * 256]),
     "origin": st.integers(-1, RANKS - 1),
     "gone": ranks,
+    "stride": counter,
     "declared": ranks,
     "leaving": ranks,
     "members": ranks,

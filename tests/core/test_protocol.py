@@ -731,8 +731,8 @@ header = {"term": st.integers(0, 9), "epoch": small, "attempt": small, "sender":
 bodies: dict[type[messages.Message], dict[str, st.SearchStrategy[object]]] = {
     messages.Hello: {},
     messages.Introduce: {"blob": st.just(b"")},
-    messages.Ping: {"gone": ranks, "declared": ranks},
-    messages.Pong: {},
+    messages.Ping: {"gone": ranks, "declared": ranks, "stride": small},
+    messages.Pong: {"stride": small},
     messages.Join: {"digests": st.just(SAME), "last_epoch": small},
     messages.Begin: {},
     messages.Prepared: {"upto": layer, "holds": pair},

@@ -56,6 +56,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "installed_term": counter,
     "last_attempt": counter,
     "next_epoch": counter,
+    "stride": counter,
 }
 KINDS: list[type[Message]] = [
     kind

@@ -73,6 +73,34 @@ async def test_copies_wait_for_their_turn_on_the_stream_without_blocking_any_loo
 
 
 @pytest.mark.asyncio
+async def test_copies_wait_for_what_a_step_has_queued_on_a_stream_of_its_own() -> None:
+    """I-18: the step's kernels read the rows; and what the callback of an apply queues is done when it is over."""
+    stream, of_the_step = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
+    target, source = torch.zeros(2, MIB, dtype=torch.uint8, device=DEVICE), bytes_of(2, MIB)
+    torch.cuda.synchronize()
+    engine = Engine("cuda")
+    copier = CudaCopier(engine, lambda: stream)
+    mark = copier.mark
+    assert mark is not None
+    try:
+        await engine.run(lambda: copier.copy([Copy(target, [1], source, [1])]))  # once, so that all is loaded
+        keep_busy(of_the_step)
+        with torch.cuda.stream(of_the_step):
+            mark()
+        copying = asyncio.ensure_future(engine.run(lambda: copier.copy([Copy(target, [0], source, [0])])))
+        await asyncio.sleep(0.05)
+        assert not of_the_step.query(), "the kernel is too short for this test"
+        assert not copying.done()
+        await copying
+        assert of_the_step.query(), "the rows changed under the step"
+        await engine.run(lambda: copier.call(lambda: torch.cuda._sleep(1_000_000_000)))
+        assert stream.query(), "the callback's work was not waited for, or was on another stream"
+    finally:
+        await engine.astop()
+    assert torch.equal(target, source)
+
+
+@pytest.mark.asyncio
 async def test_copies_allocate_nothing_on_the_device() -> None:
     """A server's memory is full: a layer is applied without a temporary of its size."""
     stream = torch.cuda.Stream(DEVICE)
