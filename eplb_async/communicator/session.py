@@ -18,7 +18,7 @@ from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.entrance import Entrance
 from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.introduction import Introducer
-from eplb_async.communicator.job import LayerJob
+from eplb_async.communicator.job import room_for
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.meetings import Meetings
 from eplb_async.communicator.members import Identity, Roster, memory_of
@@ -489,9 +489,8 @@ class Session:
         """Recycle the agent if quarantine leaves too little staging for this plan (DESIGN §5)."""
         rank = self.driver.identity.rank
         needs = [
-            LayerJob(layer, moves, self.weights.layout).sizes
-            for layer in range(self.placement.num_layers)
-            if (moves := wanted.moves(layer, rank))
+            room_for([place.spec for place in places], wanted.num_moves(layer, rank))[1]
+            for layer, places in enumerate(self.weights.layout.layers)
         ]
         if all(map(self._staging.fits, needs)):
             return
