@@ -152,7 +152,13 @@ class Session:
         devices = {memory_of(str(t.device)): t.device for tensors in weights.layers for t in tensors.values()}
         devices["DRAM"] = torch.device("cpu")
         needed = _largest_layer(weights, self.placement)
-        buffers = make_buffers(self._given_staging, needed, devices, self.settings.staging_layers)
+        buffers = make_buffers(
+            self._given_staging,
+            needed,
+            devices,
+            layers=self.settings.staging_layers,
+            num_layers=self.placement.num_layers,
+        )
         _refuse_own_memory(weights, buffers)
         return buffers
 

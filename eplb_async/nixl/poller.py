@@ -1,7 +1,7 @@
 """The event-loop poller: learns completions and notifications, at a pace that follows what is going on.
 
-NIXL offers neither callback nor file descriptor (NIXL.md, 1), so somebody must ask. The poller is a task of the
-engine loop: no pause while it sees progress, short pauses while something is in flight or somebody may read
+NIXL offers neither callback nor file descriptor (NIXL.md, 1), so somebody must ask. (The sockets that UCX has open
+over tcp do tell, and cut a pause short: see ``bells``.) The poller is a task of the engine loop: no pause while it sees progress, short pauses while something is in flight or somebody may read
 from us (a source must make progress too: NIXL.md, 8). Otherwise a pause as long as the quiet before it, up to a slow
 tick: what is rare waits longest, and a wake costs far more than the lap (3-6 ms of thread time on a virtual machine).
 """
@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.poller")
 _SHORTER_SECONDS = 0.1
+_ALARM_SECONDS = 20e-6
+_ALARMS = 1000
 
 
 class Progress(IntEnum):
@@ -71,9 +74,19 @@ class Poller:
         lap: One round of native polls; returns what it saw.
         active: Whether something is in flight or served.
         settings: Pace.
+        bells: File descriptors that become readable when a lap may be worth while; a pause ends when one does.
     """
 
-    def __init__(self, lap: Callable[[], Progress], active: Callable[[], bool], settings: Settings) -> None:
+    def __init__(
+        self,
+        lap: Callable[[], Progress],
+        active: Callable[[], bool],
+        settings: Settings,
+        *,
+        bells: Sequence[int] = (),
+    ) -> None:
+        self._bells = tuple(bells)
+        self._alarms = 0
         self._lap = lap
         self._active = active
         self._pacing = Pacing(settings)
@@ -89,13 +102,16 @@ class Poller:
             self._sleeper.set_result(None)
 
     def stop(self) -> None:
-        """End after the current lap."""
+        """End after the current lap, and leave the bells alone from now on."""
         self._stopped = True
+        self._silence()
         self.wake()
 
     async def run(self) -> None:
         """Lap until stopped. An error in one lap is logged; the poller itself never dies of it."""
         loop = asyncio.get_running_loop()
+        for bell in self._bells if not self._stopped else ():
+            loop.add_reader(bell, self._ring)
         while not self._stopped:
             progress, self._woken = Progress.SURE if self._woken else Progress.NONE, False
             self.laps += 1
@@ -108,7 +124,27 @@ class Poller:
                 os.sched_yield()  # others may need this core to make the progress we look for
                 await asyncio.sleep(0)
             else:
+                started = time.perf_counter()
                 await self._pause(loop, pause)
+                self._note_pause(time.perf_counter() - started, progress)
+
+    def _ring(self) -> None:
+        """Something may have come: one lap, and no hot laps unless it sees progress."""
+        if self._sleeper is not None:
+            _finish(self._sleeper)
+
+    def _silence(self) -> None:
+        """Listen to no bell any more. On the loop's thread, before the agent closes them."""
+        bells, self._bells = self._bells, ()
+        for bell in bells:
+            asyncio.get_running_loop().remove_reader(bell)
+
+    def _note_pause(self, seconds: float, progress: Progress) -> None:
+        """A bell that rings without end, for nothing, would cost a core: do without it then."""
+        self._alarms = self._alarms + 1 if seconds < _ALARM_SECONDS and progress is Progress.NONE else 0
+        if self._alarms > _ALARMS and self._bells:
+            _log.warning("a transport says without end that something has come; it is polled instead")
+            self._silence()
 
     async def _pause(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         sleeper = self._sleeper = loop.create_future()
