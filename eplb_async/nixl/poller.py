@@ -1,17 +1,19 @@
 """The event-loop poller: learns completions and notifications, at a pace that follows what is going on.
 
-NIXL offers neither callback nor file descriptor (NIXL.md, 1), so somebody must ask. (The sockets that UCX has open
-over tcp do tell, and cut a pause short: see ``bells``.) The poller is a task of the engine loop: no pause while it sees progress, short pauses while something is in flight or somebody may read
+NIXL offers neither callback nor file descriptor (NIXL.md, 1), so somebody must ask. The poller is a task of the
+engine loop: no pause while it sees progress, short pauses while something is in flight or somebody may read
 from us (a source must make progress too: NIXL.md, 8). Otherwise a pause as long as the quiet before it, up to a slow
 tick: what is rare waits longest, and a wake costs far more than the lap (3-6 ms of thread time on a virtual machine).
+Some transports of UCX do tell, although NIXL does not pass it on: their bells cut a pause short.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-import time
+import select
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -19,8 +21,7 @@ from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.poller")
 _SHORTER_SECONDS = 0.1
-_ALARM_SECONDS = 20e-6
-_ALARMS = 1000
+_FALSE_SECONDS = 2.0
 
 
 class Progress(IntEnum):
@@ -86,7 +87,9 @@ class Poller:
         bells: Sequence[int] = (),
     ) -> None:
         self._bells = tuple(bells)
-        self._alarms = 0
+        self._ringing = select.poll()
+        self._rung = False
+        self._false_since = math.inf
         self._lap = lap
         self._active = active
         self._pacing = Pacing(settings)
@@ -112,6 +115,7 @@ class Poller:
         loop = asyncio.get_running_loop()
         for bell in self._bells if not self._stopped else ():
             loop.add_reader(bell, self._ring)
+            self._ringing.register(bell, select.POLLIN)
         while not self._stopped:
             progress, self._woken = Progress.SURE if self._woken else Progress.NONE, False
             self.laps += 1
@@ -124,13 +128,14 @@ class Poller:
                 os.sched_yield()  # others may need this core to make the progress we look for
                 await asyncio.sleep(0)
             else:
-                started = time.perf_counter()
+                if self._rung:
+                    self._heed(loop.time(), progress)
                 await self._pause(loop, pause)
-                self._note_pause(time.perf_counter() - started, progress)
 
     def _ring(self) -> None:
         """Something may have come: one lap, and no hot laps unless it sees progress."""
         if self._sleeper is not None:
+            self._rung = True
             _finish(self._sleeper)
 
     def _silence(self) -> None:
@@ -139,14 +144,19 @@ class Poller:
         for bell in bells:
             asyncio.get_running_loop().remove_reader(bell)
 
-    def _note_pause(self, seconds: float, progress: Progress) -> None:
-        """A bell that rings without end, for nothing, would cost a core: do without it then."""
-        self._alarms = self._alarms + 1 if seconds < _ALARM_SECONDS and progress is Progress.NONE else 0
-        if self._alarms > _ALARMS and self._bells:
+    def _heed(self, now: float, progress: Progress) -> None:
+        """A bell that rang, and rings on although a lap saw nothing: another thread's, or one that costs a core."""
+        if progress is not Progress.NONE or not self._ringing.poll(0):
+            self._false_since = math.inf
+        elif (since := min(self._false_since, now)) < now - _FALSE_SECONDS:
             _log.warning("a transport says without end that something has come; it is polled instead")
             self._silence()
+        else:
+            self._false_since = since
+            os.sched_yield()
 
     async def _pause(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._rung = False
         sleeper = self._sleeper = loop.create_future()
         timer = loop.call_later(seconds, _finish, sleeper)
         try:
