@@ -335,7 +335,8 @@ class EpochRun:
         if at is None or not job.moves:
             return dict(failed)
         wanted = [Wanted(job.layer, m.expert, self._version, m.source, m.source_slot) for m in job.moves]
-        rows = [self._staged_rows(job, i) for i, spec in enumerate(job.specs) if i != at and spec.row_bytes]
+        looked_at = job.specs if self._digester is not None else ()
+        rows = [self._staged_rows(job, i) for i, spec in enumerate(looked_at) if i != at and spec.row_bytes]
         return {**await wrong_rows(wanted, self._staged_rows(job, at), rows, self._digester), **failed}
 
     # --------------------------------------------------------------------------------------------- apply

@@ -95,8 +95,9 @@ class Staging:
 
     def view(self, piece: Piece, offset: int, rows: int, row_bytes: int) -> torch.Tensor:
         """Part of a piece as byte rows, uint8 ``[rows, row_bytes]``."""
-        start = piece.start + offset
-        return self.buffers[piece.memory][start : start + rows * row_bytes].view(rows, row_bytes)
+        buffer = self.buffers[piece.memory]
+        start = buffer.storage_offset() + piece.start + offset
+        return buffer.as_strided((rows, row_bytes), (row_bytes, 1), start)
 
     def _leased_parts(self, piece: Piece, smallest: int) -> list[Piece]:
         """Halves of halves of a piece, down to ``smallest`` bytes, that a READ may still write."""
