@@ -20,6 +20,7 @@ from eplb_async.nixl.native import Descriptors, Extent, Handle, State
 _VARIANTS = ("nixl", "nixl_rocm", "rixl")
 _STATES = {"DONE": State.DONE, "PROC": State.PROC}
 _MOVED_SECONDS = 40e-6  # an empty poll takes about 1 µs, 20 with cold caches; one this long was moving bytes
+_making = threading.Lock()  # what appears while an agent is made is that agent's
 _modules: tuple[ModuleType, ModuleType] | None = None
 
 
@@ -72,9 +73,10 @@ class NixlNative:
         self._thread = threading.get_ident()
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=progress_thread)
-        before = _epolls()
-        self._agent: Any = self._call("create", "", api.nixl_agent, name, config)
-        self.bells = tuple(sorted(_epolls() - before))
+        with _making:
+            before = _epolls()
+            self._agent: Any = self._call("create", "", api.nixl_agent, name, config)
+            self.bells = tuple(sorted(_epolls() - before))
 
     def register(self, extents: Sequence[Extent]) -> Any:
         blocks = np.array([(e.address, e.length, e.device) for e in extents], dtype=np.uint64)
