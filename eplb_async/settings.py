@@ -34,7 +34,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "settle_timeout": (0.001, 86_400),
     "ping_interval": (0.01, 3600),
     "watchdog_fraction": (0, 1),
-    "staging_layers": (1, 64),
+    "staging_layers": (0, 64),
     "step_margin": (0, 1000),
     "activation_timeout": (0.001, 3600),
 }
@@ -71,7 +71,8 @@ class Settings:
         settle_timeout: How long a rank that voted waits for the decision before it is in doubt.
         ping_interval: How often a waiting rank pings whom it waits for.
         watchdog_fraction: Fraction of its deadline after which a phase is told of in the log; 0 for never.
-        staging_layers: Staging to allocate, in layers (as large as the largest layer one rank can receive).
+        staging_layers: Staging to allocate, in layers (as large as the largest layer one rank can receive); 0 for two,
+            or for as many as 32 MiB hold where layers are small.
         verify: ``"identity"`` checks which expert and weight version each READ brought, ``"full"`` also a digest of
             its bytes (needs the package xxhash); ``"off"`` checks nothing.
         majority_rule: Require a strict majority of the old view for a takeover.
@@ -85,7 +86,7 @@ class Settings:
     secret: bytes | None = field(default=None, repr=False)
     progress_thread: bool = False
     use_uvloop: bool = True
-    max_post_bytes: int = 6 * _MIB
+    max_post_bytes: int = 12 * _MIB
     max_post_descriptors: int = 512
     max_bytes_in_flight: int = 64 * _MIB
     max_requests_in_flight: int = 32
@@ -105,7 +106,7 @@ class Settings:
     settle_timeout: float = 10.0
     ping_interval: float = 0.25
     watchdog_fraction: float = 0.5
-    staging_layers: int = 2
+    staging_layers: int = 0
     verify: Literal["full", "identity", "off"] = "identity"
     majority_rule: bool = True
     retry_reads: bool = True

@@ -80,7 +80,7 @@ def test_refuses_a_malformed_variable_by_name(variable: str, text: str) -> None:
         ("idle_tick", -1),
         ("read_timeout", float("nan")),
         ("read_timeout", float("inf")),
-        ("staging_layers", 0),
+        ("staging_layers", -1),
         ("close_timeout", "5"),
     ],
 )

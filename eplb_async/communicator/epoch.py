@@ -195,8 +195,8 @@ class EpochRun:
 
     async def _stage_layers(self, first: int) -> None:
         for layer in range(first, self.plan.new.num_layers):
-            moves = [self._detours.around(layer, move) for move in self.plan.moves(layer, self.rank)]
-            job = LayerJob(layer, tuple(moves), self._weights.layout)
+            moves = (self._detours.around(layer, move) for move in self.plan.moves(layer, self.rank))
+            job = LayerJob(layer, moves, self._weights.layout)
             if job.sizes:
                 job.pieces = {piece.memory: piece for piece in await self._staging.allocate(job.sizes)}
             self._jobs[layer] = [job]
@@ -284,7 +284,7 @@ class EpochRun:
             Exception: The failure of an expert that no source is left for, or no staging.
         """
         again = [self._elsewhere(job.layer, job.moves[i], error) for i, error in failed.items()]
-        new = LayerJob(job.layer, tuple(again), self._weights.layout)
+        new = LayerJob(job.layer, again, self._weights.layout)
         # A READ that failed may still write its rows (N-19), so what takes its place lands elsewhere (I-3).
         if not await self._find_room(new):
             error = next(iter(failed.values()))
@@ -355,7 +355,8 @@ class EpochRun:
         if at is None or not job.moves:
             return dict(failed)
         wanted = [Wanted(job.layer, m.expert, self._version, m.source, m.source_slot) for m in job.moves]
-        rows = [self._staged_rows(job, i) for i, spec in enumerate(job.specs) if i != at and spec.row_bytes]
+        looked_at = job.specs if self._digester is not None else ()
+        rows = [self._staged_rows(job, i) for i, spec in enumerate(looked_at) if i != at and spec.row_bytes]
         return {**await wrong_rows(wanted, self._staged_rows(job, at), rows, self._digester), **failed}
 
     # --------------------------------------------------------------------------------------------- apply
@@ -366,15 +367,11 @@ class EpochRun:
                 return
             jobs = self._jobs.pop(layer)
             copies = [
-                Copy(
-                    target=self._weights.rows(layer, tensor),
-                    to=[slot for i in job.kept for slot in job.moves[i].targets],
-                    source=self._staged_rows(job, tensor),
-                    frm=[i for i in job.kept for _ in job.moves[i].targets],
-                )
+                Copy(target=self._weights.rows(layer, tensor), to=to, source=self._staged_rows(job, tensor), frm=frm)
                 for job in jobs
+                for to, frm in [job.landing()]
                 for tensor, spec in enumerate(job.specs)
-                if spec.row_bytes and job.kept
+                if spec.row_bytes and to
             ]
             await self._copier.copy(copies)
             self.traffic.bytes_copied += sum(copy.nbytes for copy in copies)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from eplb_async.communicator.members import memory_of
-from eplb_async.core.layout import Layout
+from eplb_async.core.layout import Layout, TensorSpec
 from eplb_async.core.plan import Move
 from eplb_async.core.schedule import Batch
 from eplb_async.errors import NixlTransferFailed
@@ -23,12 +26,24 @@ class Sent:
     error: NixlTransferFailed | None = None
 
 
+def room_for(specs: Sequence[TensorSpec], num_moves: int) -> tuple[list[int], dict[str, int]]:
+    """Staging for a number of experts of a layer.
+
+    Returns:
+        Where each tensor's rows begin in the piece of its memory type, and the bytes of each piece.
+    """
+    offsets, sizes = pack([(memory_of(spec.device), spec.row_bytes * num_moves) for spec in specs])
+    return offsets, {memory: size for memory, size in sizes.items() if size}
+
+
 class LayerJob:
     """Moves of one layer on their way: where they are staged, and what is still under way.
 
     Attributes:
         layer: The layer.
-        moves: What is received; move ``i`` is row ``i`` of each tensor's staged rows.
+        moves: What is received, by source and its slot: rows that are neighbours there are neighbours in staging,
+            and are read as one. Move ``i`` is row ``i`` of each tensor's staged rows.
+        source_slots: Slot that each move is read from, int64 ``[num_moves]``.
         kept: Moves that are to be applied; the others are received by a later job of the layer.
         specs: The layer's tensors.
         pieces: Staging by memory type.
@@ -38,18 +53,23 @@ class LayerJob:
         sizes: Bytes of staging by memory type.
     """
 
-    def __init__(self, layer: int, moves: tuple[Move, ...], layout: Layout) -> None:
+    def __init__(self, layer: int, moves: Iterable[Move], layout: Layout) -> None:
         self.layer = layer
-        self.moves = moves
-        self.kept = list(range(len(moves)))
+        self.moves = tuple(sorted(moves, key=lambda move: (move.source, move.source_slot)))
+        self.source_slots = np.array([move.source_slot for move in self.moves], dtype=np.int64)
+        self.kept = list(range(len(self.moves)))
         self.specs = [place.spec for place in layout.layers[layer]]
         self.pieces: dict[str, Piece] = {}
         self.sent: list[Sent] = []
         self.posted = asyncio.Event()
-        self.offsets, sizes = pack([(memory_of(s.device), s.row_bytes * len(moves)) for s in self.specs])
-        self.sizes = {memory: size for memory, size in sizes.items() if size and moves}
+        self.offsets, self.sizes = room_for(self.specs, len(self.moves))
 
     @property
     def transfers(self) -> list[Transfer]:
         """READs that were posted."""
         return [sent.transfer for sent in self.sent if sent.transfer is not None]
+
+    def landing(self) -> tuple[list[int], list[int]]:
+        """Slots that are filled, and for each the staged row that it is filled from."""
+        kept = [(i, self.moves[i].targets) for i in self.kept]
+        return [slot for _, slots in kept for slot in slots], [i for i, slots in kept for _ in slots]

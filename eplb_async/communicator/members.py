@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from eplb_async.core.layout import Layout
 from eplb_async.nixl.endpoint import Peer
@@ -87,11 +88,13 @@ def start_of(incarnation: int) -> int:
     return incarnation >> GENERATION_BITS
 
 
+@cache
 def memory_of(device: str) -> str:
     """NIXL's memory type of a torch device."""
     return "VRAM" if device.startswith("cuda") else "DRAM"
 
 
+@cache
 def device_index(device: str) -> int:
     """Index of a torch device."""
     return int(device.partition(":")[2] or 0)

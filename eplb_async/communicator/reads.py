@@ -19,8 +19,10 @@ from eplb_async.core.window import Outbox, Waiting, Window
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout, TransferError
 from eplb_async.nixl.endpoint import Endpoint
+from eplb_async.nixl.native import Descriptors
 from eplb_async.nixl.transfer import Origin, Transfer
 from eplb_async.settings import Settings
+from eplb_async.weights import Piece
 
 
 @dataclass(slots=True)
@@ -197,7 +199,7 @@ class Reads:
             if error is not None:
                 if not self.may_retry(error):
                     raise error
-                for move in sorted(set(sent.batch.move.tolist())):
+                for move in _moves_of(sent.batch):
                     failed.setdefault(move, error)
         return failed
 
@@ -212,26 +214,9 @@ class Reads:
 
     def _post_batch(self, job: LayerJob, batch: Batch, memory: str) -> Transfer:
         source = self._sources[batch.source]
-        theirs_at = source.layout.layers[job.layer]
-        used = sorted(set(batch.tensor.tolist()))
-        remote_memory = {memory_of(theirs_at[tensor].spec.device) for tensor in used}
-        if len(remote_memory) != 1:
-            raise TransferError(f"rank {source.rank} keeps tensors of layer {job.layer} on unlike devices")
-        local = np.empty((len(batch.move), 3), dtype=np.uint64)
-        remote = np.empty_like(local)
-        slots = np.array([move.source_slot for move in job.moves], dtype=np.int64)
-        for tensor in used:
-            mine = batch.tensor == tensor
-            place, piece, spec = theirs_at[tensor], job.pieces[memory], job.specs[tensor]
-            rows = batch.move[mine]
-            base = piece.address + job.offsets[tensor]
-            local[mine, 0] = base + rows * spec.row_bytes + batch.offset[mine]
-            remote[mine, 0] = place.address + slots[rows] * place.spec.row_stride + batch.offset[mine]
-            local[mine, 2] = device_index(spec.device)
-            remote[mine, 2] = device_index(place.spec.device)
-        local[:, 1] = remote[:, 1] = batch.length
+        local, remote, remote_memory = _descriptors(job, batch, job.pieces[memory], source)
         now = self._engine.loop.time()
-        experts = tuple(job.moves[i].expert for i in sorted(set(batch.move.tolist())))
+        experts = tuple(job.moves[i].expert for i in _moves_of(batch))
         try:
             if source.peer.bare:  # its word that it wants out of the epoch is slower than its new agent's
                 raise NixlTransferFailed(
@@ -249,7 +234,7 @@ class Reads:
                 source.peer,
                 timeout=max(0.0, self._deadline - now),
                 local_memory=memory,
-                remote_memory=remote_memory.pop(),
+                remote_memory=remote_memory,
                 origin=Origin(rank=source.rank, layer=job.layer, experts=experts),
             )
         except BaseException:
@@ -268,3 +253,38 @@ class Reads:
 
         transfer.future.add_done_callback(ended)
         return transfer
+
+
+def _moves_of(batch: Batch) -> list[int]:
+    """The moves that a batch is of, ascending."""
+    return sorted(set(batch.move.tolist()))
+
+
+def _descriptors(job: LayerJob, batch: Batch, piece: Piece, source: Member) -> tuple[Descriptors, Descriptors, str]:
+    """Where a batch goes and where it comes from; rows that are neighbours on both sides are one descriptor.
+
+    Returns:
+        Two lists ``[n, 3]``, and NIXL's memory type of the source's side.
+    """
+    places = source.layout.layers[job.layer]
+    memory = ""
+    parts = []
+    for tensor in sorted(set(batch.tensor.tolist())):
+        mine = batch.tensor == tensor
+        place, spec = places[tensor], job.specs[tensor]
+        if memory not in ("", memory_of(place.spec.device)):
+            raise TransferError(f"rank {source.rank} keeps tensors of layer {job.layer} on unlike devices")
+        memory = memory_of(place.spec.device)
+        rows, offset, length = batch.move[mine], batch.offset[mine], batch.length[mine]
+        ours = piece.address + job.offsets[tensor] + rows * spec.row_bytes + offset
+        theirs = place.address + job.source_slots[rows] * place.spec.row_stride + offset
+        first = np.ones(len(rows), dtype=np.bool_)
+        first[1:] = (ours[1:] != ours[:-1] + length[:-1]) | (theirs[1:] != theirs[:-1] + length[:-1])
+        at = np.flatnonzero(first)
+        part = np.empty((2, len(at), 3), dtype=np.uint64)
+        part[0, :, 0], part[1, :, 0] = ours[at], theirs[at]
+        part[:, :, 1] = np.add.reduceat(length, at)
+        part[0, :, 2], part[1, :, 2] = device_index(spec.device), device_index(place.spec.device)
+        parts.append(part)
+    local, remote = np.concatenate(parts, axis=1)
+    return local, remote, memory

@@ -18,7 +18,7 @@ from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.entrance import Entrance
 from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.introduction import Introducer
-from eplb_async.communicator.job import LayerJob
+from eplb_async.communicator.job import room_for
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.meetings import Meetings
 from eplb_async.communicator.members import Identity, Roster, memory_of
@@ -158,7 +158,13 @@ class Session:
         devices = {memory_of(str(t.device)): t.device for tensors in weights.layers for t in tensors.values()}
         devices["DRAM"] = torch.device("cpu")
         needed = _largest_layer(weights, self.placement)
-        buffers = make_buffers(self._given_staging, needed, devices, self.settings.staging_layers)
+        buffers = make_buffers(
+            self._given_staging,
+            needed,
+            devices,
+            layers=self.settings.staging_layers,
+            num_layers=self.placement.num_layers,
+        )
         _refuse_own_memory(weights, buffers)
         return buffers
 
@@ -554,9 +560,8 @@ class Session:
         """Recycle the agent if quarantine leaves too little staging for this plan (DESIGN §5)."""
         rank = self.driver.identity.rank
         needs = [
-            LayerJob(layer, moves, self.weights.layout).sizes
-            for layer in range(self.placement.num_layers)
-            if (moves := wanted.moves(layer, rank))
+            room_for([place.spec for place in places], wanted.num_moves(layer, rank))[1]
+            for layer, places in enumerate(self.weights.layout.layers)
         ]
         if all(map(self._staging.fits, needs)):
             return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from eplb_async.core.plan import MigrationPlan, Move
 
 __all__ = ["Detours"]
@@ -49,4 +47,4 @@ class Detours:
 
 
 def _from(move: Move, source: tuple[int, int]) -> Move:
-    return replace(move, source=source[0], source_slot=source[1])
+    return move._replace(source=source[0], source_slot=source[1])

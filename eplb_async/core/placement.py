@@ -130,7 +130,11 @@ class Placement:
         if not 0 <= upto <= self.num_layers:
             raise PlacementError(f"upto is {upto}; it must be within [0, {self.num_layers}]")
         mixed = np.concatenate([new.physical_to_logical_map[:upto], self.physical_to_logical_map[upto:]])
-        return Placement(mixed, ep_size=self.ep_size, num_logical=self.num_logical)
+        both = object.__new__(Placement)  # what is checked is checked layer by layer, and has been
+        object.__setattr__(both, "physical_to_logical_map", read_only(mixed))
+        object.__setattr__(both, "ep_size", self.ep_size)
+        object.__setattr__(both, "num_logical", self.num_logical)
+        return both
 
     def with_rank(self, rank: int, slots: Any) -> Placement:
         """What is true once one rank holds other experts than this says.

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,7 @@ _Ints = NDArray[np.int32]
 _Longs = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One expert that a reader receives once, for one or more of its slots.
 
     ``source`` and ``source_slot`` are -1 where no member holds the expert: the reader loads it.
@@ -161,6 +160,11 @@ class MigrationPlan:
             Move(rank, expert, source, slot, tuple(slots[start - ends[0] : end - ends[0]]))
             for expert, source, slot, start, end in zip(*columns, ends, ends[1:], strict=False)
         )
+
+    def num_moves(self, layer: int, rank: int) -> int:
+        """Experts that ``rank`` receives in ``layer``."""
+        first, stop = self._move_offsets[layer * self.new.ep_size + rank :][:2].tolist()
+        return int(stop - first)
 
     def reads_by_source(self, layer: int) -> _Longs:
         """READs that each rank serves in ``layer``, int64 ``[ep_size]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
@@ -19,6 +20,7 @@ from eplb_async.nixl.native import Descriptors, Extent, Handle, State
 _VARIANTS = ("nixl", "nixl_rocm", "rixl")
 _STATES = {"DONE": State.DONE, "PROC": State.PROC}
 _MOVED_SECONDS = 40e-6  # an empty poll takes about 1 µs, 20 with cold caches; one this long was moving bytes
+_making = threading.Lock()  # what appears while an agent is made is that agent's
 _modules: tuple[ModuleType, ModuleType] | None = None
 
 
@@ -71,7 +73,10 @@ class NixlNative:
         self._thread = threading.get_ident()
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=progress_thread)
-        self._agent: Any = self._call("create", "", api.nixl_agent, name, config)
+        with _making:
+            before = _epolls()
+            self._agent: Any = self._call("create", "", api.nixl_agent, name, config)
+            self.bells = tuple(sorted(_epolls() - before))
 
     def register(self, extents: Sequence[Extent]) -> Any:
         blocks = np.array([(e.address, e.length, e.device) for e in extents], dtype=np.uint64)
@@ -167,3 +172,17 @@ class NixlNative:
     def _check_thread(self, phase: str) -> None:
         if threading.get_ident() != self._thread:
             raise RuntimeError(f"NIXL {phase} called off the engine loop's thread (I-2); this is a bug")
+
+
+def _epolls() -> set[int]:
+    """Epoll descriptors of this process; none where there is no ``/proc``.
+
+    Those that UCX makes for its tcp sockets become readable when something has come, although it does not say so.
+    """
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own is gone by now
+                if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                    found.add(int(name))
+    return found

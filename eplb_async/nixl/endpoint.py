@@ -77,7 +77,7 @@ class Endpoint:
         self.peers = Peers(self.native, settings, is_read=self._flights.is_read, on_disconnect=on_disconnect)
         self._memory = Memory(self.native, self.leases)
         self._arrived = FairQueue(_QUEUED, lambda peer: self.peers.get(peer) is not None)
-        self.poller = Poller(self._lap, self._is_active, settings)
+        self.poller = Poller(self._lap, self._is_active, settings, bells=self.native.bells)
         self._polling = engine.spawn(self.poller.run(), f"poller of {name}")
 
     def register(self, memory: Any, name: str) -> Rows:

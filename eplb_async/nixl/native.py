@@ -69,12 +69,15 @@ class Native(Protocol):
         polls: Native polls so far.
         moved: A poll since this was last cleared took long enough to have moved bytes.
         longest_call: Longest call so far: seconds, and what it was.
+        bells: File descriptors that become readable when something has come over some of the transports, tcp among
+            them; empty if none is known. Hints: what comes over others rings none, and one may ring for nothing.
     """
 
     name: str
     polls: int
     moved: bool
     longest_call: tuple[float, str]
+    bells: tuple[int, ...]
 
     def register(self, extents: Sequence[Extent]) -> Any:
         """Register memory; returns a token for :meth:`deregister`."""

@@ -4,20 +4,24 @@ NIXL offers neither callback nor file descriptor (NIXL.md, 1), so somebody must 
 engine loop: no pause while it sees progress, short pauses while something is in flight or somebody may read
 from us (a source must make progress too: NIXL.md, 8). Otherwise a pause as long as the quiet before it, up to a slow
 tick: what is rare waits longest, and a wake costs far more than the lap (3-6 ms of thread time on a virtual machine).
+Some transports of UCX do tell, although NIXL does not pass it on: their bells cut a pause short.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-from collections.abc import Callable
+import select
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.poller")
 _SHORTER_SECONDS = 0.1
+_FALSE_SECONDS = 2.0
 
 
 class Progress(IntEnum):
@@ -71,9 +75,21 @@ class Poller:
         lap: One round of native polls; returns what it saw.
         active: Whether something is in flight or served.
         settings: Pace.
+        bells: File descriptors that become readable when a lap may be worth while; a pause ends when one does.
     """
 
-    def __init__(self, lap: Callable[[], Progress], active: Callable[[], bool], settings: Settings) -> None:
+    def __init__(
+        self,
+        lap: Callable[[], Progress],
+        active: Callable[[], bool],
+        settings: Settings,
+        *,
+        bells: Sequence[int] = (),
+    ) -> None:
+        self._bells = tuple(bells)
+        self._ringing = select.poll()
+        self._rung = False
+        self._false_since = math.inf
         self._lap = lap
         self._active = active
         self._pacing = Pacing(settings)
@@ -89,13 +105,17 @@ class Poller:
             self._sleeper.set_result(None)
 
     def stop(self) -> None:
-        """End after the current lap."""
+        """End after the current lap, and leave the bells alone from now on."""
         self._stopped = True
+        self._silence()
         self.wake()
 
     async def run(self) -> None:
         """Lap until stopped. An error in one lap is logged; the poller itself never dies of it."""
         loop = asyncio.get_running_loop()
+        for bell in self._bells if not self._stopped else ():
+            loop.add_reader(bell, self._ring)
+            self._ringing.register(bell, select.POLLIN)
         while not self._stopped:
             progress, self._woken = Progress.SURE if self._woken else Progress.NONE, False
             self.laps += 1
@@ -108,9 +128,35 @@ class Poller:
                 os.sched_yield()  # others may need this core to make the progress we look for
                 await asyncio.sleep(0)
             else:
+                if self._rung:
+                    self._heed(loop.time(), progress)
                 await self._pause(loop, pause)
 
+    def _ring(self) -> None:
+        """Something may have come: one lap, and no hot laps unless it sees progress."""
+        if self._sleeper is not None:
+            self._rung = True
+            _finish(self._sleeper)
+
+    def _silence(self) -> None:
+        """Listen to no bell any more. On the loop's thread, before the agent closes them."""
+        bells, self._bells = self._bells, ()
+        for bell in bells:
+            asyncio.get_running_loop().remove_reader(bell)
+
+    def _heed(self, now: float, progress: Progress) -> None:
+        """A bell that rang, and rings on although a lap saw nothing: another thread's, or one that costs a core."""
+        if progress is not Progress.NONE or not self._ringing.poll(0):
+            self._false_since = math.inf
+        elif (since := min(self._false_since, now)) < now - _FALSE_SECONDS:
+            _log.warning("a transport says without end that something has come; it is polled instead")
+            self._silence()
+        else:
+            self._false_since = since
+            os.sched_yield()
+
     async def _pause(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._rung = False
         sleeper = self._sleeper = loop.create_future()
         timer = loop.call_later(seconds, _finish, sleeper)
         try:

@@ -225,6 +225,7 @@ class MemoryNative:
         self.polls = 0
         self.moved = False
         self.longest_call = (0.0, "")
+        self.bells: tuple[int, ...] = ()
         self.incarnation = fabric.next_id()
         self.laps = 0
         self.destroyed = False

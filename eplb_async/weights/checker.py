@@ -8,7 +8,7 @@ import torch
 
 from eplb_async.errors import IntegrityError
 from eplb_async.weights.digests import Digester
-from eplb_async.weights.entries import Wanted, check_digest, check_entry
+from eplb_async.weights.entries import Wanted, check_digest, check_entry, suspects
 
 
 async def wrong_rows(
@@ -23,10 +23,10 @@ async def wrong_rows(
         digester: Digests them; ``None`` to check entries only.
     """
     wrong: dict[int, IntegrityError] = {}
-    came = [row.tobytes() for row in entries.numpy()]
-    for i, (entry, meant) in enumerate(zip(came, wanted, strict=True)):
+    came = entries.numpy()
+    for i in suspects(came, wanted):
         try:
-            check_entry(entry, meant)
+            check_entry(came[i].tobytes(), wanted[i])
         except IntegrityError as error:
             wrong[i] = error
     rows = [i for i in range(len(wanted)) if i not in wrong]
@@ -34,7 +34,7 @@ async def wrong_rows(
         return wrong
     for i, digest in zip(rows, await digester.digests(wanted[0].layer, tensors, rows), strict=True):
         try:
-            check_digest(came[i], digest, wanted[i])
+            check_digest(came[i].tobytes(), digest, wanted[i])
         except IntegrityError as error:
             wrong[i] = error
     return wrong

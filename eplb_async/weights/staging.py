@@ -13,6 +13,7 @@ from eplb_async.weights.rows import byte_rows
 
 ALIGNMENT = 256
 _HELD_PARTS = 64
+_SMALL = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +95,9 @@ class Staging:
 
     def view(self, piece: Piece, offset: int, rows: int, row_bytes: int) -> torch.Tensor:
         """Part of a piece as byte rows, uint8 ``[rows, row_bytes]``."""
-        start = piece.start + offset
-        return self.buffers[piece.memory][start : start + rows * row_bytes].view(rows, row_bytes)
+        buffer = self.buffers[piece.memory]
+        start = buffer.storage_offset() + piece.start + offset
+        return buffer.as_strided((rows, row_bytes), (row_bytes, 1), start)
 
     def _leased_parts(self, piece: Piece, smallest: int) -> list[Piece]:
         """Halves of halves of a piece, down to ``smallest`` bytes, that a READ may still write."""
@@ -139,7 +141,12 @@ def pack(parts: Sequence[tuple[str, int]]) -> tuple[list[int], dict[str, int]]:
 
 
 def make_buffers(
-    given: int | torch.Tensor | None, needed: dict[str, int], devices: dict[str, torch.device], layers: int
+    given: int | torch.Tensor | None,
+    needed: dict[str, int],
+    devices: dict[str, torch.device],
+    *,
+    layers: int,
+    num_layers: int,
 ) -> dict[str, torch.Tensor]:
     """Allocate staging, or take the caller's.
 
@@ -148,7 +155,8 @@ def make_buffers(
             ``layers`` times what is needed.
         needed: Bytes of the largest layer one rank can receive, by memory type.
         devices: Device of each memory type.
-        layers: Layers to hold by default.
+        layers: Layers to hold by default; 0 for two, or as many as fit in 32 MiB: small layers go many at once.
+        num_layers: Layers there are.
 
     Raises:
         WeightsError: It is smaller than the largest layer one rank can receive (names the bytes), or the caller's
@@ -161,7 +169,8 @@ def make_buffers(
         if isinstance(wanted, torch.Tensor):
             buffer = _checked(wanted, devices[memory])
         elif wanted is None:
-            buffer = _allocated(max(1, _aligned(nbytes)) * layers, devices[memory])
+            size = max(1, _aligned(nbytes))
+            buffer = _allocated(size * (layers or max(2, min(num_layers, _SMALL // size))), devices[memory])
         elif isinstance(wanted, int):
             if wanted < nbytes:
                 raise _too_small(wanted, nbytes, memory)

@@ -150,7 +150,9 @@ def test_later_layers_give_back_their_staging_for_it(held: bool) -> None:
     fabric = MemoryFabric(faults)
 
     async def main() -> None:
-        async with LocalCluster(old, row_bytes=ROWS, fabric=fabric, settings=with_settings()) as cluster:
+        async with LocalCluster(
+            old, row_bytes=ROWS, fabric=fabric, settings=with_settings(staging_layers=2)
+        ) as cluster:
             reports = await cluster.migrate(new)
             assert all(isinstance(report, MigrationReport) for report in reports), reports
             assert reports[2].retries == 2  # type: ignore[union-attr]

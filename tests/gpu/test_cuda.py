@@ -137,12 +137,12 @@ def test_staging_is_on_the_device_and_entries_on_the_cpu() -> None:
     assert [rows.device.type for rows, _ in weights.regions()] == ["cuda", "cpu"]
     assert weights.rows(0, 0).data_ptr() == weights.layers[0]["0"].data_ptr()
     needed, devices = {"VRAM": 512, "DRAM": 128}, {"VRAM": DEVICE, "DRAM": torch.device("cpu")}
-    buffers = make_buffers(None, needed, devices, 2)
+    buffers = make_buffers(None, needed, devices, layers=2, num_layers=4)
     assert {memory: buffer.device for memory, buffer in buffers.items()} == devices
     given = torch.zeros(1024, dtype=torch.uint8, device=DEVICE)
-    assert make_buffers(given, needed, devices, 2)["VRAM"].data_ptr() == given.data_ptr()
+    assert make_buffers(given, needed, devices, layers=2, num_layers=4)["VRAM"].data_ptr() == given.data_ptr()
     with pytest.raises(WeightsError, match="on cpu, the weights are on cuda:0"):
-        make_buffers(given.cpu(), needed, devices, 2)
+        make_buffers(given.cpu(), needed, devices, layers=2, num_layers=4)
 
 
 @pytest.mark.asyncio

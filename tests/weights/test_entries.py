@@ -21,7 +21,7 @@ from eplb_async.errors import EplbError, IntegrityError
 from eplb_async.settings import Settings
 from eplb_async.testing import MemoryFabric, run
 from eplb_async.weights import DIGEST_BYTES, MAX_VERSION, Digester, ExpertWeights, Wanted
-from eplb_async.weights.entries import ENTRY_BYTES, check_digest, check_entry, pack_entries
+from eplb_async.weights.entries import ENTRY_BYTES, check_digest, check_entry, entry_rows, pack_entries, suspects
 
 experts = st.integers(0, (1 << 31) - 1)
 versions = st.integers(0, MAX_VERSION)
@@ -203,3 +203,16 @@ def test_without_xxhash_full_is_refused_before_anything_native(monkeypatch: pyte
     with pytest.raises(EplbError, match=r"eplb-async\[verify\]"):
         run(opened("full"))
     assert not fabric.agents
+
+
+def test_entries_that_differ_are_found_at_once() -> None:
+    """Those that ``check_entry`` refuses are the suspects, and no others."""
+    meant = [wanted(expert=expert) for expert in (5, 6, 7, 8)]
+    rows = entry_rows([5, 9, 7, 8], meant[0].version).numpy().copy()
+    rows[2, 0] ^= 1  # no entry at all
+    rows[3, 8] ^= 1  # another version
+    assert suspects(rows, meant) == [1, 2, 3]
+    for i in (1, 2, 3):
+        with pytest.raises(IntegrityError):
+            check_entry(rows[i].tobytes(), meant[i])
+    check_entry(rows[0].tobytes(), meant[0])

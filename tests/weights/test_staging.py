@@ -156,7 +156,7 @@ def test_fits_looks_only_at_what_is_held() -> None:
 @pytest.mark.parametrize("nbytes", [1, 100, 256, 1000])
 def test_default_staging_holds_that_many_layers_at_once(nbytes: int) -> None:
     """Layers whose size is no multiple of the alignment too: READs of the next layer overlap the apply of this one."""
-    staging = Staging(make_buffers(None, {"DRAM": nbytes}, CPU, 3))
+    staging = Staging(make_buffers(None, {"DRAM": nbytes}, CPU, layers=3, num_layers=4))
     assert all(staging.try_allocate({"DRAM": nbytes}) for _ in range(3))
     assert staging.try_allocate({"DRAM": nbytes}) is None
 
@@ -175,7 +175,7 @@ def test_staging_that_cannot_be_used_is_refused() -> None:
         (1e9, "not float"),
     ]:
         with pytest.raises(WeightsError, match=message):
-            make_buffers(given_, needed, CPU, 2)  # type: ignore[arg-type]
+            make_buffers(given_, needed, CPU, layers=2, num_layers=4)  # type: ignore[arg-type]
 
 
 def test_the_callers_buffer_goes_where_the_weights_are() -> None:
@@ -183,7 +183,7 @@ def test_the_callers_buffer_goes_where_the_weights_are() -> None:
     devices = CPU | {"VRAM": torch.device("cuda:0")}
     for needed in ({"DRAM": 32, "VRAM": 1000}, {"VRAM": 1000, "DRAM": 32}):
         with pytest.raises(WeightsError, match="on cpu, the weights are on cuda:0"):
-            make_buffers(torch.zeros(4096, dtype=torch.uint8), needed, devices, 2)
+            make_buffers(torch.zeros(4096, dtype=torch.uint8), needed, devices, layers=2, num_layers=4)
 
 
 def test_the_callers_buffer_is_what_reads_land_in() -> None:
