@@ -61,9 +61,10 @@ class Settings:
         max_queued_notifications: Notifications kept of each peer for the iterator; older ones are dropped and counted.
         max_blob_bytes: Largest metadata blob accepted from a peer.
         hot_seconds: How long the poller laps without a pause after it last saw progress.
-        max_pause: Longest pause between laps while something is in flight or served; half of it at first.
+        max_pause: Longest pause between laps while something is in flight or served; an eighth of it at first, then 2 % of
+            the quiet.
         idle_tick: Longest pause between laps while nothing is in flight and nobody is served. The pause grows with
-            the quiet: it doubles from ``max_pause`` up to this.
+            the quiet: it doubles up to this.
         migrate_timeout: Deadline of ``migrate`` where the caller gives none.
         read_timeout: Deadline of ``read`` where the caller gives none.
         peer_timeout: Deadline for each peer's introduction in ``open`` where the caller gives none.
@@ -97,7 +98,7 @@ class Settings:
     max_queued_notifications: int = 4096
     max_blob_bytes: int = 4 * _MIB
     hot_seconds: float = 0.002
-    max_pause: float = 0.002
+    max_pause: float = 0.008
     idle_tick: float = 2.0
     migrate_timeout: float = 120.0
     read_timeout: float = 30.0

@@ -223,6 +223,7 @@ class Driver:
             return
         if not self._chatter.is_due(to, message, self._engine.loop.time()):
             return
+        small_talk = isinstance(message, messages.Ping | messages.Pong)
         if self.steps is not None and isinstance(message, messages.Ping | messages.Pong):
             message = replace(message, stride=self.steps.come)
         try:
@@ -232,7 +233,7 @@ class Driver:
                 sender_incarnation=self.identity.incarnation,
                 receiver_incarnation=member.incarnation,
             )
-            self.endpoint.notify(member.peer, data)
+            self.endpoint.notify(member.peer, data, stir=not small_talk)
         except NixlPeerDisconnected:
             self.disconnected(member.peer.name)
         except (NixlTransferFailed, WireError) as error:

@@ -112,8 +112,13 @@ class Endpoint:
         """Forget a peer now, or else when READs from it have ended."""
         self.peers.retire(peer)
 
-    def notify(self, peer: Peer, message: bytes) -> None:
+    def notify(self, peer: Peer, message: bytes, *, stir: bool = True) -> None:
         """Send a notification.
+
+        Args:
+            peer: To whom.
+            message: What.
+            stir: Look often for a while, since an answer is likely; at rest that is done anyway.
 
         Raises:
             NixlPeerDisconnected: The peer is gone.
@@ -127,7 +132,8 @@ class Endpoint:
             error.peer = peer.name
             self.peers.lost(peer.name)
             raise
-        self.poller.wake()
+        if stir or not self._served:
+            self.poller.wake()
 
     def post(
         self,

@@ -45,11 +45,11 @@ def test_an_error_speaks_of_the_whole_read() -> None:
 
 
 def test_no_pause_is_longer_than_max_pause() -> None:
-    """While something is in flight: none while hot, half of ``max_pause`` at first, then ``max_pause``."""
-    pacing = Pacing(Settings(hot_seconds=0.002, max_pause=0.002))
+    """While something is in flight: none while hot, then 2 % of the quiet, from an eighth of ``max_pause`` up to it."""
+    pacing = Pacing(Settings(hot_seconds=0.002, max_pause=0.008))
     pacing.after(0.0, progress=Progress.SURE, active=True)
-    pauses = [pacing.after(now, progress=Progress.NONE, active=True) for now in (0.001, 0.01, 0.09, 0.11, 60.0)]
-    assert pauses == [0.0, 0.001, 0.001, 0.002, 0.002]
+    pauses = [pacing.after(now, progress=Progress.NONE, active=True) for now in (0.001, 0.01, 0.05, 0.2, 0.4, 60.0)]
+    assert pauses == pytest.approx([0.0, 0.001, 0.001, 0.004, 0.008, 0.008])
 
 
 def test_idle_pauses_are_as_long_as_the_quiet_up_to_the_idle_tick() -> None:

@@ -12,11 +12,11 @@ from eplb_async.bench.contenders.link import agent_name, blocks, exchange, remot
 from eplb_async.bench.work import Fetch, Turn
 from eplb_async.nixl.bindings import NixlNative
 from eplb_async.nixl.native import Extent, Handle, State
+from eplb_async.settings import Settings
 
 __all__ = ["Raw"]
 
 _TIMEOUT = 60.0
-_POST_BYTES = 6 << 20
 
 
 class Raw(Contender):
@@ -62,11 +62,11 @@ class Raw(Contender):
             native.release(handle)
 
     def _requests(self, layer: int) -> list[tuple[Handle, bytes]]:
-        """Posts of up to 6 MiB for each peer; the last one carries the notif."""
+        """Posts as large as the library's for each peer; the last one carries the notif."""
         by_source: dict[int, list[tuple[int, Fetch]]] = defaultdict(list)
         for number, fetch in enumerate(self.work.incoming(layer)):
             by_source[fetch.source].append((number, fetch))
-        per_post = max(1, _POST_BYTES // self.work.scenario.expert_bytes)
+        per_post = max(1, Settings().max_post_bytes // self.work.scenario.expert_bytes)
         requests = []
         for source, wanted in by_source.items():
             for first in range(0, len(wanted), per_post):

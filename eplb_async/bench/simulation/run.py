@@ -21,6 +21,7 @@ __all__ = ["Outcome", "simulate"]
 _PINGS = ("Ping", "Pong")
 _POST_BYTES = 4096
 _LOOK_SECONDS = 0.02
+_STAGING_LAYERS = 2  # what 0 means where layers are as large as those that are modelled
 _SECRET = b"a secret that all simulated ranks share"
 
 
@@ -90,6 +91,7 @@ def scaled(settings: Settings) -> Settings:
         **in_flight,
         secret=_SECRET,
         max_post_bytes=_POST_BYTES,
+        staging_layers=settings.staging_layers or _STAGING_LAYERS,
         hot_seconds=0,
         max_pause=_LOOK_SECONDS,
     )
