@@ -1,0 +1,65 @@
+"""The slots of every node of every layer, and what each rank carries, while a placement is being made."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Bools", "Floats", "Ints", "Table"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+class Table:
+    """One row per (layer, node); a node is a set of ranks and of experts that share no copy with other nodes.
+
+    In global mode the whole group is one node. Experts are numbered within their row.
+
+    Attributes:
+        load: Load of each expert, ``[rows, experts]``.
+        slots: Expert in each slot, ``[rows, ranks, local]``, -1 for none.
+        usable: Ranks that may hold experts, ``[rows, ranks]``.
+        count: Copies of each expert, ``[rows, experts]``.
+        held: How many copies a rank has, ``[rows, experts, ranks]``.
+        home: Whether the rank held it before anything moved, ``[rows, experts, ranks]``.
+    """
+
+    def __init__(self, load: Floats, slots: Ints, usable: Bools, home: Bools | None = None) -> None:
+        """Counts what ``slots`` holds; without ``home`` every rank starts with nothing."""
+        rows, ranks, _ = slots.shape
+        self.load = load
+        self.slots = slots
+        self.usable = usable
+        self.held = np.zeros((rows, load.shape[1], ranks), dtype=np.int16)
+        row, rank, at = np.nonzero(slots >= 0)
+        np.add.at(self.held, (row, slots[row, rank, at], rank), 1)
+        self.count: Ints = self.held.sum(axis=2, dtype=np.int64)
+        self.home = np.zeros(self.held.shape, dtype=np.bool_) if home is None else home
+
+    def share(self, rows: Ints | slice = slice(None)) -> Floats:
+        """Load of one copy of each expert, ``[rows, experts]``; the whole load where there is no copy."""
+        return self.load[rows] / np.maximum(self.count[rows], 1)
+
+    def rank_load(self, rows: Ints | slice = slice(None)) -> Floats:
+        """Load of each rank, ``[rows, ranks]``."""
+        slots = self.slots[rows]
+        share = self.share(rows)
+        padded = np.concatenate([share, np.zeros((len(share), 1))], axis=1)  # -1 looks at the zero
+        taken = padded[np.arange(len(share))[:, None, None], slots]
+        return np.asarray(taken.sum(axis=2))
+
+    def put(self, rows: Ints, ranks: Ints, at: Ints, experts: Ints) -> None:
+        """Writes one slot in each of some rows, all different; -1 empties it."""
+        old = self.slots[rows, ranks, at]
+        was, now = old >= 0, experts >= 0
+        self.held[rows[was], old[was], ranks[was]] -= 1
+        self.count[rows[was], old[was]] -= 1
+        self.held[rows[now], experts[now], ranks[now]] += 1
+        self.count[rows[now], experts[now]] += 1
+        self.slots[rows, ranks, at] = experts
+
+    def moved(self) -> Ints:
+        """Experts that a rank must receive, summed over the ranks of each row, ``[rows]``."""
+        return np.asarray(((self.held > 0) & ~self.home).sum(axis=(1, 2)))
