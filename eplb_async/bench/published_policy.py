@@ -1,7 +1,7 @@
 """DeepSeek's published EPLB, layer by layer: the yardstick that the policy is measured against.
 
-Written from the published description (github.com/deepseek-ai/EPLB) in plain numpy, with one pass over the items of each
-layer in Python, which is how serving engines run it. It knows nothing of the placement before.
+Written from the published description (github.com/deepseek-ai/EPLB) in plain numpy, with one pass over the items of
+each layer in Python, which is how serving engines run it. It knows nothing of the placement before.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def published_rebalance(load: Any, num_replicas: int, num_groups: int, num_nodes
 
 
 def _pack(weight: NDArray[Any], num_packs: int) -> NDArray[Any]:
-    """Items of each pack, ``[rows, num_packs, items of one]``: heaviest first, each to the lightest that is not full."""
+    """Items of each pack, ``[rows, num_packs, items of one]``: heaviest first, to the lightest that has room."""
     rows, items = weight.shape
     size = items // num_packs
     if size == 1:

@@ -167,7 +167,8 @@ class _Look:
         """Sums a value of each slot over the slots of each expert, ``[rows, experts]``."""
         rows, experts = self.share.shape
         key = self.of * (experts + 1) + np.where(self.flat < 0, experts, self.flat)
-        return np.bincount(key.ravel(), value.ravel(), rows * (experts + 1)).reshape(rows, -1)[:, :experts]
+        total: Floats = np.bincount(key.ravel(), value.ravel(), rows * (experts + 1)).astype(np.float64)
+        return total.reshape(rows, -1)[:, :experts]
 
 
 def _score(change: Floats, cost: NDArray[np.int8], barred: Bools) -> Floats:

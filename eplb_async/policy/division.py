@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_async.policy.scratch import pack
-from eplb_async.policy.table import Floats, Ints, Table
+from eplb_async.policy.table import Bools, Floats, Ints, Table
 
-__all__ = ["Division", "divide", "nearest", "rebalanced"]
+__all__ = ["Division", "carried", "divide", "nearest", "rebalanced"]
 
 
 class Division:
@@ -32,12 +32,12 @@ class Division:
         """Loads by row, from ``[layers, experts]``."""
         return np.take_along_axis(load, self.experts.reshape(load.shape), axis=1).reshape(self.experts.shape)
 
-    def table(self, load: Floats, slots: Ints, usable: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Table:
-        """A table of ``slots`` ``[layers, ranks, local]``: what is on the wrong node or on an unusable rank is left out.
+    def table(self, load: Floats, slots: Ints, usable: Bools) -> Table:
+        """A table without what is on the wrong node or on a rank that is not usable.
 
         Args:
             load: ``[layers, experts]``.
-            slots: Experts now, -1 for none.
+            slots: Experts now, ``[layers, ranks, local]``, -1 for none.
             usable: ``[ranks]``.
         """
         layers, ranks, local = slots.shape
@@ -83,7 +83,7 @@ def nearest(slots: Ints, groups: int, nodes: int, num_logical: int) -> tuple[Int
         num_logical: Experts.
 
     Returns:
-        ``node_of_group`` ``[layers, groups]``, and how many experts of each group a node holds ``[layers, groups, nodes]``.
+        ``node_of_group`` ``[layers, groups]``, and experts of each group on each node, ``[layers, groups, nodes]``.
     """
     layers = len(slots)
     of_node = slots.reshape(layers, nodes, -1)
@@ -94,7 +94,7 @@ def nearest(slots: Ints, groups: int, nodes: int, num_logical: int) -> tuple[Int
 
 
 def _match(value: Ints, room: int) -> Ints:
-    """Gives each of ``[layers, things, nodes]`` a node, best value first, ``room`` things a node: ``[layers, things]``."""
+    """A node for each thing, best ``[layers, things, nodes]`` first, ``room`` to a node: ``[layers, things]``."""
     layers, things, nodes = value.shape
     left = value.astype(np.float64)
     free = np.full((layers, nodes), room)
@@ -124,19 +124,19 @@ def rebalanced(now: Ints, held: Ints, group_load: Floats, ranks: Ints, limit: Fl
     node_of_group = now.copy()
     nodes = ranks.size
     for _ in range(now.shape[1]):
-        carried = _carried(node_of_group, group_load, nodes) / ranks
-        layers = np.flatnonzero(carried.max(axis=1) > limit)
+        loads = carried(node_of_group, group_load, nodes) / ranks
+        layers = np.flatnonzero(loads.max(axis=1) > limit)
         if not layers.size:
             return node_of_group
-        busy = carried[layers].argmax(axis=1)
+        busy = loads[layers].argmax(axis=1)
         of, load, every = node_of_group[layers], group_load[layers], np.arange(layers.size)
         less = load[:, :, None] - load[:, None, :]  # mine, other
-        here = carried[layers, busy][:, None, None] - less / ranks[busy][:, None, None]
-        there = np.take_along_axis(carried[layers], of, axis=1)[:, None, :] + less / ranks[of][:, None, :]
+        here = loads[layers, busy][:, None, None] - less / ranks[busy][:, None, None]
+        there = np.take_along_axis(loads[layers], of, axis=1)[:, None, :] + less / ranks[of][:, None, :]
         mine = of == busy[:, None]
         value = np.where(mine[:, :, None] & ~mine[:, None, :], np.maximum(here, there), np.inf).reshape(layers.size, -1)
         pick = value.argmin(axis=1)
-        better = value[every, pick] < carried[layers, busy] * (1 - 1e-9)
+        better = value[every, pick] < loads[layers, busy] * (1 - 1e-9)
         one, two = (part[better] for part in np.divmod(pick, load.shape[1]))
         at = layers[better]
         node_of_group[at, one], node_of_group[at, two] = node_of_group[at, two], node_of_group[at, one]
@@ -146,13 +146,14 @@ def rebalanced(now: Ints, held: Ints, group_load: Floats, ranks: Ints, limit: Fl
     sets = np.zeros((len(now), nodes, nodes), dtype=np.int64)
     np.add.at(sets, (np.arange(len(now))[:, None], published), held)
     renamed = np.take_along_axis(_match(sets, 1), published, axis=1)
-    peak = [(_carried(way, group_load, nodes) / ranks).max(axis=1) for way in (node_of_group, renamed)]
+    peak = [(carried(way, group_load, nodes) / ranks).max(axis=1) for way in (node_of_group, renamed)]
     other = (peak[0] > limit) & (peak[1] < peak[0])
     return np.where(other[:, None], renamed, node_of_group)
 
 
-def _carried(node_of_group: Ints, group_load: Floats, nodes: int) -> Floats:
+def carried(node_of_group: Ints, group_load: Floats, nodes: int) -> Floats:
     """Load of each node, ``[layers, nodes]``."""
     layers = len(group_load)
     key = np.arange(layers)[:, None] * nodes + node_of_group
-    return np.bincount(key.ravel(), group_load.ravel(), layers * nodes).reshape(layers, nodes)
+    total: Floats = np.bincount(key.ravel(), group_load.ravel(), layers * nodes).astype(np.float64)
+    return total.reshape(layers, nodes)

@@ -36,12 +36,8 @@ class Trail:
             old = self._table.slots[row, rank, slot]
             cost = self._put(row, rank, slot, expert)
             layers = row // self._nodes
-            for layer, paid, undo in zip(
-                layers.tolist(),
-                cost.tolist(),
-                zip(row.tolist(), rank.tolist(), slot.tolist(), old.tolist(), strict=True),
-                strict=True,
-            ):
+            undos = zip(row.tolist(), rank.tolist(), slot.tolist(), old.tolist(), strict=True)
+            for layer, paid, undo in zip(layers.tolist(), cost.tolist(), undos, strict=True):
                 self._undo[layer].append(undo)
                 if which is one:
                     self.moves[layer].append(self.moves[layer][-1] + paid)
@@ -69,4 +65,4 @@ class Trail:
         self._table.put(rows, ranks, at, experts)
         gone = (old >= 0) & (held[rows, old, ranks] == 0) & ~home[rows, old, ranks]
         come = (held[rows, experts, ranks] == 1) & ~home[rows, experts, ranks]
-        return come.astype(np.int64) - gone
+        return np.asarray(come.astype(np.int64) - gone)
