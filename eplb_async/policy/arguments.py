@@ -70,7 +70,7 @@ def ask(
     experts = loads.shape[1]
     _divides(replicas, ranks, "num_replicas", "num_ranks", "every rank has as many slots as any other")
     _divides(ranks, nodes, "num_ranks", "num_nodes", "every node has as many ranks as any other")
-    _divides(experts, groups, "the number of experts, ", "num_groups", "every group has as many experts as any other")
+    _divides(experts, groups, "num_logical", "num_groups", "every group has as many experts as any other")
     if replicas < experts:
         raise PlacementError(f"num_replicas is {replicas}; {experts} experts need at least as many")
     held = _placement(current, loads.shape, replicas, ranks)
@@ -128,7 +128,7 @@ def _count(value: Any, name: str, *, least: int = 1) -> int:
 
 def _divides(whole: int, parts: int, name: str, of: str, why: str) -> None:
     if whole % parts:
-        raise PlacementError(f"{name} {whole} does not divide by {of} {parts}: {why}".replace(",  ", ", "))
+        raise PlacementError(f"{name} {whole} does not divide by {of} {parts}: {why}")
 
 
 def _placement(current: Any, shape: tuple[int, ...], replicas: int, ranks: int) -> Placement | None:

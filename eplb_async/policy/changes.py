@@ -44,9 +44,9 @@ class Change:
 
 
 def excess(load: Floats, target: Floats) -> Floats:
-    """How bad a load is: what is above the target, and more than in proportion. Convex, so effects add up safely."""
-    over = np.maximum(load - target, 0.0)
-    return np.asarray(over + over * over / target)
+    """Load above the target. Convex, so that effects of one change on one rank are together no worse than their sum."""
+    over = load - target
+    return np.maximum(over, 0.0, out=over)
 
 
 def best_changes(table: Table, rows: Ints, busy: Ints, load: Floats, target: Floats, locked: Bools) -> Change:
@@ -78,6 +78,9 @@ def best_changes(table: Table, rows: Ints, busy: Ints, load: Floats, target: Flo
         at2=mine,
         expert2=look.flat[look.every, slot],
     )
+
+
+_WORTH = 1 / (np.array([0, 1, 2, -2, -1]).clip(0) + _FREE)  # by cost; the last two are the negative ones
 
 
 def _best(score: Floats) -> tuple[Floats, Ints, Ints]:
@@ -122,6 +125,12 @@ class _Look:
         self.home_mine_here = home[row, self.mine, busy[:, None]].view(np.int8)
         self.home_there = home[row, self.flat, self.on].view(np.int8)
 
+        # change of excess: of each slot's rank with one copy fewer, of all holders likewise, of all with one more
+        self.rise = excess(self.load_on + (self.grown - self.share)[self.of, self.flat], self.target) - self.bad_on
+        self.over_holders = self._over_holders(self.rise)
+        drop = (self.share - self.shrunk)[self.of, self.flat]
+        self.relief = self._over_holders(excess(self.load_on - drop, self.target) - self.bad_on)
+
     def exchanges(self) -> Floats:
         """My expert there, that expert here: ``[rows, mine, slots]``."""
         less = self.weight_mine[:, :, None] - self.weight[:, None, :]
@@ -135,33 +144,29 @@ class _Look:
 
     def copies(self) -> Floats:
         """A further copy of my expert in place of a spare one on another rank: ``[rows, mine, slots]``."""
-        rise = excess(self.load_on + (self.grown - self.share)[self.of, self.flat], self.target) - self.bad_on
-        others = self._over_holders(rise)[self.of, self.flat] - rise
+        others = self.over_holders[self.of, self.flat] - self.rise
         new = self.shrunk[self.of, self.mine][:, :, None]
         there = excess((self.load_on - self.weight)[:, None, :] + new, self.target3) - self.bad_on[:, None, :]
-        change = self._relief()[self.of, self.mine][:, :, None] + others[:, None, :] + there
+        change = there
+        change += self.relief[self.of, self.mine][:, :, None]
+        change += others[:, None, :]
         cost = self.home_there[:, None, :] - self.home_mine_there
         kept = self.blocked | ~self.spare[self.of, self.flat]
         return _score(change, cost, self.mine_there | kept[:, None, :])
 
     def replacements(self) -> Floats:
         """Another expert in place of my spare copy: ``[rows, mine, experts]``."""
-        rise = excess(self.load_on + (self.grown - self.share)[self.of, self.flat], self.target) - self.bad_on
         mine_rise = (self.grown - self.share)[self.of, self.mine]
         here = excess(self.load_busy + mine_rise, self.target) - self.bad_busy
-        others = self._over_holders(rise)[self.of, self.mine] - here
+        others = self.over_holders[self.of, self.mine] - here
         rest = (self.load_busy - self.weight_mine)[:, :, None]
         change = excess(rest + self.shrunk[:, None, :], self.target3) - self.bad_busy[:, :, None]
-        change += self._relief()[:, None, :] + others[:, :, None]
+        change += self.relief[:, None, :]
+        change += others[:, :, None]
         held = self.table.held[self.rows, :, self.busy] > 0
         home = self.table.home[self.rows, :, self.busy].view(np.int8)
         cost = self.home_mine_here[:, :, None] - home[:, None, :]
         return _score(change, cost, held[:, None, :] | ~self.spare[self.of, self.mine][:, :, None])
-
-    def _relief(self) -> Floats:
-        """Change of excess on the holders of each expert if it had one more copy, ``[rows, experts]``."""
-        drop = (self.share - self.shrunk)[self.of, self.flat]
-        return self._over_holders(excess(self.load_on - drop, self.target) - self.bad_on)
 
     def _over_holders(self, value: Floats) -> Floats:
         """Sums a value of each slot over the slots of each expert, ``[rows, experts]``."""
@@ -172,6 +177,7 @@ class _Look:
 
 
 def _score(change: Floats, cost: NDArray[np.int8], barred: Bools) -> Floats:
-    score = -change / (np.maximum(cost, 0) + _FREE)
-    score[barred] = -np.inf
-    return np.asarray(score)
+    np.negative(change, out=change)
+    change *= _WORTH[cost]
+    change[barred] = -np.inf
+    return change

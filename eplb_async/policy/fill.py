@@ -18,15 +18,19 @@ def fill(table: Table) -> None:
     Args:
         table: Changed in place. Its usable ranks have at least as many slots as it has experts.
     """
-    _drop_second_copies(table)
+    repeated = table.repeated()
+    if repeated.any() and table.load.shape[1] >= table.slots.shape[2]:
+        table.empty(repeated)
     _make_room(table)
+    rows = np.arange(len(table.slots))
     while True:
-        free = (table.slots < 0) & table.usable[:, :, None]
-        rows = np.flatnonzero(free.any(axis=(1, 2)))
+        free = (table.slots[rows] < 0) & table.usable[rows][:, :, None]
+        some = free.any(axis=(1, 2))
+        rows, free = rows[some], free[some]
         if not rows.size:
             return
-        ranks = np.where(free[rows].any(axis=2), table.rank_load(rows), np.inf).argmin(axis=1)
-        at = free[rows, ranks].argmax(axis=1)
+        ranks = np.where(free.any(axis=2), table.rank_load(rows), np.inf).argmin(axis=1)
+        at = free[np.arange(rows.size), ranks].argmax(axis=1)
         table.put(rows, ranks, at, _wanted(table, rows, ranks))
 
 
@@ -37,21 +41,6 @@ def _wanted(table: Table, rows: Ints, ranks: Ints) -> Ints:
     value[absent] += 2 * value.max() + 1  # before everything else
     value[table.held[rows, :, ranks] > 0] -= 4 * value.max() + 4  # after everything else
     return np.asarray(value.argmax(axis=1))
-
-
-def _drop_second_copies(table: Table) -> None:
-    """Empties slots that repeat an expert of their rank, where another expert could be there."""
-    if table.load.shape[1] < table.slots.shape[2]:
-        return
-    while True:
-        rows, experts, ranks = np.nonzero(table.held > 1)
-        if not rows.size:
-            return
-        rows, first = np.unique(rows, return_index=True)
-        experts, ranks = experts[first], ranks[first]
-        same = table.slots[rows, ranks] == experts[:, None]
-        at = same.shape[1] - 1 - same[:, ::-1].argmax(axis=1)  # the first copy stays
-        table.put(rows, ranks, at, np.full(rows.size, -1))
 
 
 def _make_room(table: Table) -> None:

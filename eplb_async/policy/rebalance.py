@@ -71,7 +71,7 @@ def rebalance_experts(
 
 def _from_scratch(question: Question) -> Rebalance:
     division, table, peaks = _published(question)
-    again = np.flatnonzero((table.held > 1).any(axis=(1, 2)))
+    again = np.flatnonzero(table.repeated().any(axis=(1, 2)))
     if again.size:
         usable = table.usable[again]
         count = replicate(table.load[again], usable.sum(axis=1) * question.local, usable.sum(axis=1))

@@ -33,9 +33,8 @@ class Table:
         self.slots = slots
         self.usable = usable
         self.held = np.zeros((rows, load.shape[1], ranks), dtype=np.int16)
-        row, rank, at = np.nonzero(slots >= 0)
-        np.add.at(self.held, (row, slots[row, rank, at], rank), 1)
-        self.count: Ints = self.held.sum(axis=2, dtype=np.int64)
+        self.count: Ints = np.zeros(load.shape, dtype=np.int64)
+        self._count_all()
         self.home = np.zeros(self.held.shape, dtype=np.bool_) if home is None else home
 
     def share(self, rows: Ints | slice = slice(None)) -> Floats:
@@ -60,6 +59,30 @@ class Table:
         self.count[rows[now], experts[now]] += 1
         self.slots[rows, ranks, at] = experts
 
+    def empty(self, slots: Bools) -> None:
+        """Empties the marked slots, ``[rows, ranks, local]``."""
+        self.slots[slots] = -1
+        self.held[:] = 0
+        self._count_all()
+
+    def repeated(self) -> Bools:
+        """Slots with an expert that an earlier slot of their rank has too, ``[rows, ranks, local]``."""
+        local = self.slots.shape[2]
+        same = self.slots[:, :, :, None] == self.slots[:, :, None, :]
+        earlier = np.tri(local, k=-1, dtype=np.bool_)
+        return np.asarray((same & earlier).any(axis=3) & (self.slots >= 0))
+
     def moved(self) -> Ints:
         """Experts that a rank must receive, summed over the ranks of each row, ``[rows]``."""
-        return np.asarray(((self.held > 0) & ~self.home).sum(axis=(1, 2)))
+        row, rank, at = np.nonzero((self.slots >= 0) & ~self.repeated())
+        receives = ~self.home[row, self.slots[row, rank, at], rank]
+        return np.bincount(row[receives], minlength=len(self.slots))
+
+    def _count_all(self) -> None:
+        """Fills ``held`` and ``count``, which are zero or overwritten, from ``slots``."""
+        experts = self.load.shape[1]
+        row, rank, at = np.nonzero(self.slots >= 0)
+        of_row = row * experts + self.slots[row, rank, at]
+        self.count[:] = np.bincount(of_row, minlength=self.count.size).reshape(self.count.shape)
+        keys, copies = np.unique(of_row * self.slots.shape[1] + rank, return_counts=True)
+        self.held.reshape(-1)[keys] = copies
