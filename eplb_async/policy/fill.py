@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_async.policy.table import Bools, Ints, Table
+from eplb_async.policy.table import Bools, Ints, Table, repeated
 
 __all__ = ["fill"]
 
@@ -18,9 +18,9 @@ def fill(table: Table) -> None:
     Args:
         table: Changed in place. Its usable ranks have at least as many slots as it has experts.
     """
-    repeated = table.repeated()
-    if repeated.any() and table.load.shape[1] >= table.slots.shape[2]:
-        table.empty(repeated)
+    second = repeated(table.slots)
+    if second.any() and table.load.shape[1] >= table.slots.shape[2]:
+        table.empty(second)
     _make_room(table)
     rows = np.arange(len(table.slots))
     while True:

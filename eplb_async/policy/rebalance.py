@@ -16,7 +16,7 @@ from eplb_async.policy.fill import fill
 from eplb_async.policy.result import Rebalance, answer, rank_loads
 from eplb_async.policy.scratch import pack, replicate
 from eplb_async.policy.search import improve
-from eplb_async.policy.table import Floats, Ints, Table
+from eplb_async.policy.table import Bools, Floats, Ints, Table, repeated, slot_loads
 from eplb_async.policy.trail import Trail
 
 __all__ = ["rebalance_experts"]
@@ -70,32 +70,58 @@ def rebalance_experts(
 
 
 def _from_scratch(question: Question) -> Rebalance:
-    division, table, peaks = _published(question)
-    again = np.flatnonzero(table.repeated().any(axis=(1, 2)))
+    division, slots, peaks = _published(question)
+    layers = len(peaks)
+    by_layer = slots.reshape(layers, -1, *slots.shape[1:])  # a view: nodes of each layer
+    again = np.flatnonzero(repeated(slots).reshape(layers, -1).any(axis=1))
     if again.size:
-        usable = table.usable[again]
-        count = replicate(table.load[again], usable.sum(axis=1) * question.local, usable.sum(axis=1))
-        slots = table.slots.copy()
-        slots[again] = pack(table.load[again], count, usable, question.local, apart=True)
-        table = Table(table.load, slots, table.usable)
-        fill(table)
-        trail = improve(table, peaks * (1 + 1e-9), question.nodes)
-        for layer in range(len(peaks)):
-            trail.keep(layer, _best(trail, layer, peaks[layer]))
-    return answer(
-        question, division.slots(table.slots, len(question.load)), None, moves=int((table.slots >= 0).sum()), must=True
-    )
+        by_layer[again], worse = _apart(question, division, again, by_layer[again], peaks[again])
+        again = again[worse]
+    if again.size:
+        load, usable = _rows(question, division, again)
+        count = replicate(load, usable.sum(axis=1) * question.local, usable.sum(axis=1))
+        packed = pack(load, count, usable, question.local, apart=True).reshape(again.size, *by_layer.shape[1:])
+        by_layer[again], _ = _apart(question, division, again, packed, peaks[again], by_layer[again])
+    placed = division.slots(slots, layers)
+    return answer(question, placed, None, moves=int((placed >= 0).sum()), must=True)
 
 
-def _published(question: Question) -> tuple[Division, Table, Floats]:
-    """The published placement, and the load of its busiest rank in each layer."""
+def _apart(
+    question: Question, division: Division, layers: Ints, slots: Ints, peaks: Floats, otherwise: Ints | None = None
+) -> tuple[Ints, Bools]:
+    """Slots ``[layers, nodes, ranks, local]`` without second copies on a rank, and which layers carry more for it.
+
+    Where ``otherwise`` carries no more, it stays.
+    """
+    load, usable = _rows(question, division, layers)
+    table = Table(load, slots.reshape(-1, *slots.shape[2:]).copy(), usable)
+    fill(table)
+    trail = improve(table, peaks * (1 + 1e-9), question.nodes, force=0)
+    for layer, peak in enumerate(peaks):
+        trail.keep(layer, _best(trail, layer, peak))
+    found = table.rank_load().reshape(len(layers), -1).max(axis=1)
+    result = table.slots.reshape(slots.shape)
+    if otherwise is not None:
+        old = Table(load, otherwise.reshape(table.slots.shape), usable).rank_load().reshape(len(layers), -1).max(axis=1)
+        result = np.where((old <= found)[:, None, None, None], otherwise, result)
+    return result, found > peaks * (1 + 1e-6)
+
+
+def _rows(question: Question, division: Division, layers: Ints) -> tuple[Floats, Bools]:
+    """Loads and usable ranks of the rows of some layers."""
+    load = division.load(question.load).reshape(len(question.load), question.nodes, -1)[layers]
+    usable = np.tile(question.usable.reshape(question.nodes, -1), (len(layers), 1))
+    return load.reshape(len(usable), -1), usable
+
+
+def _published(question: Question) -> tuple[Division, Ints, Floats]:
+    """The published placement, ``[rows, ranks, local]``, and the load of its busiest rank in each layer."""
     layers, experts = question.load.shape
     division = Division(divide(_group_load(question), question.nodes), question.nodes, experts)
-    load = division.load(question.load)
-    usable = np.tile(question.usable.reshape(question.nodes, -1), (layers, 1))
+    load, usable = _rows(question, division, np.arange(layers))
     count = replicate(load, usable.sum(axis=1) * question.local)
-    table = Table(load, pack(load, count, usable, question.local, apart=False), usable)
-    return division, table, table.rank_load().reshape(layers, -1).max(axis=1)
+    slots = pack(load, count, usable, question.local, apart=False)
+    return division, slots, slot_loads(load / count, slots).reshape(layers, -1).max(axis=1)
 
 
 def _from_current(question: Question, current: Placement) -> Rebalance:

@@ -52,13 +52,15 @@ def pack(load: Floats, count: Ints, usable: Bools, local: int, *, apart: bool) -
     """
     rows, ranks = usable.shape
     share = load / count
-    order = np.argsort(-share, axis=1, kind="stable")
     total = count.sum(axis=1)
     items = np.full((rows, int(total.max())), -1, dtype=np.int64)
-    items[np.arange(items.shape[1]) < total[:, None]] = np.repeat(
-        order.ravel(), np.take_along_axis(count, order, axis=1).ravel()
-    )
-    weights = np.take_along_axis(share, np.maximum(items, 0), axis=1)
+    experts = load.shape[1]
+    items[:, :experts] = np.arange(experts)  # further copies last: of equal weights, two of one expert stay apart
+    further = np.arange(experts, items.shape[1])
+    items[:, experts:][further < total[:, None]] = np.repeat(np.tile(np.arange(experts), rows), (count - 1).ravel())
+    weights = np.where(items >= 0, np.take_along_axis(share, np.maximum(items, 0), axis=1), -1.0)
+    order = np.argsort(-weights, axis=1, kind="stable")
+    items, weights = np.take_along_axis(items, order, axis=1), np.take_along_axis(weights, order, axis=1)
     slots = np.full((rows, ranks, local), -1, dtype=np.int64)
     used = np.zeros((rows, ranks), dtype=np.int64)
     carried = np.where(usable, 0.0, np.inf)

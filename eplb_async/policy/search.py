@@ -14,7 +14,7 @@ _FORCED = 128  # changes against the slope, of each layer
 _LIGHTER = 0.95  # a copy makes room only if what is left of its expert stays below this, times the one it is for
 
 
-def improve(table: Table, target: Floats, nodes: int) -> Trail:
+def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -> Trail:
     """Changes slots until no rank of a layer carries more than the target, or nothing helps.
 
     Where no change helps, one is forced: the heaviest expert of the busiest rank gets another copy all the same, and
@@ -24,6 +24,7 @@ def improve(table: Table, target: Floats, nodes: int) -> Trail:
         table: Changed in place; it has no free slot.
         target: What a rank may carry, ``[layers]``.
         nodes: Rows of each layer.
+        force: How often to force a change, in each layer.
 
     Returns:
         The trail. Its last step is not always its best.
@@ -42,7 +43,7 @@ def improve(table: Table, target: Floats, nodes: int) -> Trail:
         node, busy = np.divmod(carried[over].argmax(axis=1), load.shape[1])
         rows = layers * nodes + node
         change = best_changes(table, rows, busy, load[rows], target[layers], locked[rows])
-        for index in np.flatnonzero(~change.found & (forced[layers] < _FORCED)).tolist():
+        for index in np.flatnonzero(~change.found & (forced[layers] < force)).tolist():
             forced[layers[index]] += 1
             _force(table, int(rows[index]), int(busy[index]), load[rows[index]], locked, change, index)
         layers, rows = layers[change.found], rows[change.found]

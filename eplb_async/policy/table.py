@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Floats", "Ints", "Table"]
+__all__ = ["Bools", "Floats", "Ints", "Table", "repeated", "slot_loads"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -43,11 +43,7 @@ class Table:
 
     def rank_load(self, rows: Ints | slice = slice(None)) -> Floats:
         """Load of each rank, ``[rows, ranks]``."""
-        slots = self.slots[rows]
-        share = self.share(rows)
-        padded = np.concatenate([share, np.zeros((len(share), 1))], axis=1)  # -1 looks at the zero
-        taken = padded[np.arange(len(share))[:, None, None], slots]
-        return np.asarray(taken.sum(axis=2))
+        return slot_loads(self.share(rows), self.slots[rows])
 
     def put(self, rows: Ints, ranks: Ints, at: Ints, experts: Ints) -> None:
         """Writes one slot in each of some rows, all different; -1 empties it."""
@@ -65,16 +61,9 @@ class Table:
         self.held[:] = 0
         self._count_all()
 
-    def repeated(self) -> Bools:
-        """Slots with an expert that an earlier slot of their rank has too, ``[rows, ranks, local]``."""
-        local = self.slots.shape[2]
-        same = self.slots[:, :, :, None] == self.slots[:, :, None, :]
-        earlier = np.tri(local, k=-1, dtype=np.bool_)
-        return np.asarray((same & earlier).any(axis=3) & (self.slots >= 0))
-
     def moved(self) -> Ints:
         """Experts that a rank must receive, summed over the ranks of each row, ``[rows]``."""
-        row, rank, at = np.nonzero((self.slots >= 0) & ~self.repeated())
+        row, rank, at = np.nonzero((self.slots >= 0) & ~repeated(self.slots))
         receives = ~self.home[row, self.slots[row, rank, at], rank]
         return np.bincount(row[receives], minlength=len(self.slots))
 
@@ -86,3 +75,16 @@ class Table:
         self.count[:] = np.bincount(of_row, minlength=self.count.size).reshape(self.count.shape)
         keys, copies = np.unique(of_row * self.slots.shape[1] + rank, return_counts=True)
         self.held.reshape(-1)[keys] = copies
+
+
+def slot_loads(share: Floats, slots: Ints) -> Floats:
+    """Load of each rank, ``[rows, ranks]``, from the load of one copy of each expert, ``[rows, experts]``."""
+    padded = np.concatenate([share, np.zeros((len(share), 1))], axis=1)  # -1 looks at the zero
+    return np.asarray(padded[np.arange(len(share))[:, None, None], slots].sum(axis=2))
+
+
+def repeated(slots: Ints) -> Bools:
+    """Slots with an expert that an earlier slot of their rank has too, ``[rows, ranks, local]``."""
+    same = slots[:, :, :, None] == slots[:, :, None, :]
+    earlier = np.tri(slots.shape[2], k=-1, dtype=np.bool_)
+    return np.asarray((same & earlier).any(axis=3) & (slots >= 0))
