@@ -17,6 +17,7 @@ from eplb_async.policy.table import Bools, Floats, Ints, Table
 __all__ = ["Change", "best_changes", "excess"]
 
 _FREE = 0.5  # what a change without cost counts as, in slots
+_LARGER = 1e-3  # of equally good exchanges the one that changes more: its two ranks stay fine for longer
 _LEAST = 1e-5  # of the target: less is not worth a change
 
 
@@ -140,7 +141,10 @@ class _Look:
         held = (self.table.held[row, self.flat, busy] > 0) | self.blocked
         home_here = self.table.home[row, self.flat, busy].view(np.int8)
         cost = self.home_mine_here[:, :, None] - self.home_mine_there + (self.home_there - home_here)[:, None, :]
-        return _score(change, cost, self.mine_there | held[:, None, :])
+        score = _score(change, cost, self.mine_there | held[:, None, :])
+        np.abs(less, out=less)
+        less *= _LARGER
+        return np.add(score, less, out=score, where=score > _LEAST * self.target3)
 
     def copies(self) -> Floats:
         """A further copy of my expert in place of a spare one on another rank: ``[rows, mine, slots]``."""

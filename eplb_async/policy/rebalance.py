@@ -21,7 +21,7 @@ from eplb_async.policy.trail import Trail
 
 __all__ = ["rebalance_experts"]
 
-_SLACK = 0.009  # the busiest rank may carry this much more than the published algorithm's
+_SLACK = 0.0097  # the busiest rank may carry this much more than the published algorithm's
 _NODE = 0.995  # of the target: what a node may carry for each of its ranks, so that its ranks can be packed
 
 
