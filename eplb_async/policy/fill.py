@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_async.policy.table import Bools, Ints, Table, repeated
 
-__all__ = ["fill"]
+__all__ = ["fill", "spread"]
 
 
 def fill(table: Table) -> None:
@@ -32,6 +32,38 @@ def fill(table: Table) -> None:
         ranks = np.where(free.any(axis=2), table.rank_load(rows), np.inf).argmin(axis=1)
         at = free[np.arange(rows.size), ranks].argmax(axis=1)
         table.put(rows, ranks, at, _wanted(table, rows, ranks))
+
+
+def spread(table: Table) -> None:
+    """Exchanges second copies on a rank with experts of other ranks, each where the busier of the two carries least.
+
+    Args:
+        table: Changed in place. What no exchange can part stays.
+    """
+    _, ranks, local = table.slots.shape
+    on = np.repeat(np.arange(ranks), local)
+    second = repeated(table.slots)
+    while True:
+        rows = np.flatnonzero(second.any(axis=(1, 2)))
+        if not rows.size:
+            return
+        every, of = np.arange(rows.size), rows[:, None]
+        slot = second[rows].reshape(rows.size, -1).argmax(axis=1)
+        rank = on[slot]
+        flat = table.slots[rows].reshape(rows.size, -1)
+        expert, share, load = flat[every, slot], table.share(rows), table.rank_load(rows)
+        less = share[every, expert][:, None] - share[every[:, None], flat]
+        busier = np.maximum(load[every, rank][:, None] - less, load[:, on] + less)
+        barred = (flat < 0) | (table.held[of, flat, rank[:, None]] > 0) | (table.held[rows, expert][:, on] > 0)
+        busier[barred] = np.inf
+        other = busier.argmin(axis=1)
+        second[rows, rank, slot % local] = False
+        rows, rank, slot, other, expert, flat, ok = (
+            part[np.isfinite(busier[every, other])] for part in (rows, rank, slot, other, expert, flat, every)
+        )
+        table.put(rows, rank, slot % local, flat[np.arange(ok.size), other])
+        table.put(rows, on[other], other % local, expert)
+        second[rows, on[other], other % local] = False
 
 
 def _wanted(table: Table, rows: Ints, ranks: Ints) -> Ints:

@@ -12,7 +12,7 @@ from eplb_async.errors import PlacementError
 from eplb_async.policy.arguments import Question, ask
 from eplb_async.policy.budget import spend
 from eplb_async.policy.division import Division, carried, divide, nearest, rebalanced
-from eplb_async.policy.fill import fill
+from eplb_async.policy.fill import fill, spread
 from eplb_async.policy.result import Rebalance, answer, rank_loads
 from eplb_async.policy.scratch import pack, replicate
 from eplb_async.policy.search import improve
@@ -22,6 +22,7 @@ from eplb_async.policy.trail import Trail
 __all__ = ["rebalance_experts"]
 
 _SLACK = 0.0097  # the busiest rank may carry this much more than the published algorithm's
+_EQUAL = 1e-3  # without current, a layer whose second copies on a rank were parted may carry this much more
 _NODE = 0.995  # of the target: what a node may carry for each of its ranks, so that its ranks can be packed
 
 
@@ -95,8 +96,9 @@ def _apart(
     """
     load, usable = _rows(question, division, layers)
     table = Table(load, slots.reshape(-1, *slots.shape[2:]).copy(), usable)
+    spread(table)
     fill(table)
-    trail = improve(table, peaks * (1 + 1e-9), question.nodes, force=0)
+    trail = improve(table, peaks * (1 + _EQUAL), question.nodes, force=0)
     for layer, peak in enumerate(peaks):
         trail.keep(layer, _best(trail, layer, peak))
     found = table.rank_load().reshape(len(layers), -1).max(axis=1)
@@ -104,7 +106,7 @@ def _apart(
     if otherwise is not None:
         old = Table(load, otherwise.reshape(table.slots.shape), usable).rank_load().reshape(len(layers), -1).max(axis=1)
         result = np.where((old <= found)[:, None, None, None], otherwise, result)
-    return result, found > peaks * (1 + 1e-6)
+    return result, found > peaks * (1 + _EQUAL)
 
 
 def _rows(question: Question, division: Division, layers: Ints) -> tuple[Floats, Bools]:

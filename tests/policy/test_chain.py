@@ -15,7 +15,7 @@ _FLAT = {"uniform", "one hot"}  # without a few heavy experts, many ranks leave 
 def bar(load: str, cluster: Cluster) -> float:
     """What part of the published algorithm's moves ours may make.
 
-    A sixth in global mode and a third in hierarchical mode. With two slots on a rank and no heavy experts it takes more:
+    A sixth in global mode, a third in hierarchical mode. With two slots on a rank and no heavy experts it takes more:
     a drift of 30 % puts about every third rank over the target, and each needs a change.
     """
     if cluster.num_nodes > 1:
