@@ -21,7 +21,7 @@ from eplb_async.bench.published_policy import published_rebalance
 from eplb_async.core.placement import Placement
 from eplb_async.policy import rank_loads, rebalance_experts
 
-__all__ = ["CLUSTERS", "LOADS", "Cluster", "Row", "chain", "main", "rows"]
+__all__ = ["CLUSTERS", "LOADS", "Cluster", "Row", "chain", "main", "measure", "rows"]
 
 BYTES_PER_EXPERT = 44_000_000
 EXPERTS = 256
@@ -144,6 +144,33 @@ def rows(*, quick: bool = False) -> Iterator[Row]:
             yield from chain(load, cluster, num_layers=8 if quick else 58, rebalances=6 if quick else 20)
 
 
+def measure(*, quick: bool) -> dict[str, Any]:
+    """All rows under ``rows``, and under ``bars`` the worst of them beside what is asked."""
+    found = list(rows(quick=quick))
+    cases = [found[at : at + 3] for at in range(0, len(found), 3)]
+    one_node = {cluster.name for cluster in CLUSTERS if cluster.num_nodes == 1}
+    bars = []
+    for mode, limit in (("global", 1 / 6), ("hierarchical", 1 / 3)):
+        of_mode = [case for case in cases if (case[0].cluster in one_node) == (mode == "global")]
+        moved = max(aware.moved / published.moved for published, _, aware in of_mode)
+        least = min(aware.least_ratio for _, _, aware in of_mode)
+        bars.append(
+            _bar(f"policy, {mode}, placement-aware: balance over the published", ">= 0.99", least, least >= 0.99)
+        )
+        bars.append(
+            _bar(f"policy, {mode}, placement-aware: moves over the published", f"<= {limit:.3f}", moved, moved <= limit)
+        )
+    least = min(ours.least_ratio for _, ours, _ in cases)
+    bars.append(_bar("policy without current: balance over the published", ">= 0.999", least, least >= 0.999))
+    slowest = max(ours.milliseconds / published.milliseconds for published, ours, _ in cases)
+    bars.append(_bar("policy without current: time over the published", "<= 1", slowest, slowest <= 1))
+    return {"rows": [asdict(row) for row in found], "bars": bars}
+
+
+def _bar(name: str, limit: str, measured: float, met: bool) -> dict[str, Any]:
+    return {"name": name, "bar": limit, "measured": measured, "met": met}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -151,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     if arguments.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows(quick=arguments.quick)]}))
+        print(json.dumps(measure(quick=arguments.quick)))
         return 0
     print("| ranks × slots | load | policy | balancedness | least of published | slots moved | GB | ms |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
