@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from eplb_async.bench import policy_table
 from eplb_async.bench.policy_table import CLUSTERS, LOADS, Cluster, chain
 
 _FLAT = {"uniform", "one hot"}  # without a few heavy experts, many ranks leave the target at once
@@ -30,6 +31,16 @@ def test_a_short_chain(load: str, cluster: Cluster) -> None:
     assert ours.least_ratio >= 0.999
     assert aware.least_ratio >= 0.99
     assert aware.moved <= bar(load, cluster) * published.moved
+
+
+def test_what_the_bench_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows for each case, and the bars of both modes."""
+    monkeypatch.setattr(policy_table, "CLUSTERS", (Cluster("one", 16, 288), Cluster("two", 16, 288, 8, 2)))
+    monkeypatch.setattr(policy_table, "LOADS", ("zipf 1.3",))
+    found = policy_table.measure(quick=True)
+    assert [row["policy"] for row in found["rows"]] == ["published", "ours", "ours, placement-aware"] * 2
+    assert len(found["bars"]) == 6
+    assert all(isinstance(bar["met"], bool) for bar in found["bars"])
 
 
 @pytest.mark.faults
