@@ -42,8 +42,8 @@ def rebalance_experts(
 
     Where the groups divide over the nodes, the experts of a group share a node (hierarchical); otherwise nodes do not
     count (global). Without ``current`` the balance is that of DeepSeek's published EPLB. With ``current`` it is within
-    1 % of that (a layer in a hundred may miss it), and few slots change: an expert that stays on its rank stays in its slot. Equal arguments give equal
-    results, so every rank may compute for itself.
+    1 % of that (a layer in a hundred may miss it), and few slots change: an expert that stays on its rank stays in its
+    slot. Equal arguments give equal results, so every rank may compute for itself.
 
     Args:
         load: Load of each expert over some time, ``[num_layers, num_logical]``: tokens, in any unit.
