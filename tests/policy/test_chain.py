@@ -28,7 +28,7 @@ def bar(load: str, cluster: Cluster) -> float:
 def test_a_chain_of_few_layers(load: str, cluster: Cluster) -> None:
     """Balanced to one per cent, with a part of the moves."""
     published, ours, aware = chain(load, cluster, num_layers=6)
-    assert ours.least_ratio >= 0.999
+    assert ours.balancedness >= 0.999 * published.balancedness
     assert aware.least_ratio >= 0.99
     assert aware.moved <= bar(load, cluster) * published.moved
 
@@ -50,6 +50,6 @@ def test_what_the_bench_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_of_full_size(load: str, cluster: Cluster) -> None:
     """58 layers, 20 rebalances."""
     published, ours, aware = chain(load, cluster)
-    assert ours.least_ratio >= 0.999
+    assert ours.balancedness >= 0.999 * published.balancedness
     assert aware.least_ratio >= 0.99
     assert aware.moved <= bar(load, cluster) * published.moved
