@@ -18,7 +18,7 @@ from eplb_async.settings import Settings
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-RUN = [DOCS / "testing.md", DOCS / "concepts.md", DOCS / "plan.md"]
+RUN = [DOCS / "testing.md", DOCS / "concepts.md", DOCS / "plan.md", DOCS / "policy.md"]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^]]+\]\(([^)\s]+)\)")
 _TESTS = re.compile(r"`(tests/[\w/]+\.py)`(?: \(([^)]*)\))?")
@@ -110,7 +110,7 @@ def test_snippets_run(body: str) -> None:
     exec(compile(body, "snippet", "exec"), {"__name__": "snippet"})
 
 
-@pytest.mark.parametrize("page", [DOCS / "concepts.md", DOCS / "plan.md"], ids=name_of)
+@pytest.mark.parametrize("page", [DOCS / "concepts.md", DOCS / "plan.md", DOCS / "policy.md"], ids=name_of)
 def test_the_worked_example_prints_what_the_page_says(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The block after the example is its output."""
     exec(compile(next(blocks(page, "python")), str(page), "exec"), {})
