@@ -89,11 +89,11 @@ class Settings:
     use_uvloop: bool = True
     max_post_bytes: int = 12 * _MIB
     max_post_descriptors: int = 512
-    max_bytes_in_flight: int = 64 * _MIB
+    max_bytes_in_flight: int = 128 * _MIB
     max_requests_in_flight: int = 32
     max_peer_requests_in_flight: int = 8
     max_peer_bytes_in_flight: int = 64 * _MIB
-    max_peers_in_flight: int = 4
+    max_peers_in_flight: int = 6
     max_bytes_per_second: int = 0
     max_queued_notifications: int = 4096
     max_blob_bytes: int = 4 * _MIB

