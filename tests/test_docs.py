@@ -73,7 +73,7 @@ def test_the_runbook_has_every_phase_and_every_reason_for_a_drop() -> None:
     assert {"leap", "forged", "too many"} <= reasons
     listed = page.partition("## Messages that were dropped")[2]
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in listed] == []
-    phases = {phase.value for phase in Phase} | {"view_change", "closing", "suspended"}
+    phases = {phase.value for phase in Phase} | {"activating", "view_change", "closing", "suspended"}
     explained = page.partition("## What each phase says")[2].partition("\n## ")[0]
     assert [phase for phase in sorted(phases) if f"`{phase}`" not in explained] == []
 

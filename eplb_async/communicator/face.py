@@ -104,7 +104,7 @@ class AsyncEplbCommunicator:
             rendezvous: ``"tcp://host:port"``, ``"file://path"``, a torch Store, or a ``Rendezvous`` object.
             group: Separates several models or pipeline stages on one rendezvous.
             node: Host label, for "same node first"; default the host's boot id.
-            staging: Bytes of staging, or the caller's own flat uint8 buffer; default two layers.
+            staging: Bytes of staging, or the caller's own flat uint8 buffer; default by ``settings.staging_layers``.
             settings: Every other number and switch; default from ``EPLB_ASYNC_*``.
             timeout: Deadline for each peer, in seconds; default ``settings.peer_timeout``.
             on_layer_applied: Called with each layer that was applied, and where the experts are then, before a step
