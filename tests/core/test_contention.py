@@ -22,6 +22,8 @@ from eplb_async.core.window import Outbox, Waiting, Window
 from eplb_async.settings import Settings
 
 MIB = 1 << 20
+# One layer alone: its order is what counts. Whole migrations, of layers that overlap, are the simulation's part.
+ONE_LAYER = Settings(max_post_bytes=6 * MIB, max_peers_in_flight=4, max_bytes_in_flight=64 * MIB)
 SPEED = 25e9
 
 
@@ -56,7 +58,7 @@ class Outcome:
 
 def simulate(what: MigrationPlan, row: int, *, before: bool, crowds_cost: float = 0.0) -> Outcome:
     """Runs one layer."""
-    n, settings = what.new.ep_size, Settings()
+    n, settings = what.new.ep_size, ONE_LAYER
     outboxes = [outbox_of(what, rank, row, settings, before=before) for rank in range(n)]
     flying: dict[tuple[int, int], list[tuple[float, int]]] = {}  # (reader, source) -> FIFO of (bytes left, bytes)
     outcome = Outcome(finished=[0.0] * n)
@@ -167,10 +169,10 @@ def compare(name: str, what: MigrationPlan, row: int, **network: float) -> tuple
 
 @pytest.mark.parametrize(("n", "slots"), [(32, 10), (16, 16)])
 def test_fewer_readers_meet_and_no_time_is_lost(n: int, slots: int) -> None:
-    """Shuffled placements: a fifth fewer readers at the most crowded source, and where crowds cost, it is faster."""
+    """Shuffled placements: a third fewer readers at the most crowded source, and where crowds cost, it is faster."""
     what = shuffled(n, slots, seed=1)
     then, now = compare(f"{n} ranks, shuffled", what, 6 * MIB)
-    assert now.crowd < 0.8 * then.crowd
+    assert now.crowd < 0.7 * then.crowd
     assert now.seconds < 1.1 * then.seconds
     then, now = compare(f"{n} ranks, shuffled, crowds cost", what, 6 * MIB, crowds_cost=0.05)
     assert now.seconds < 0.9 * then.seconds
