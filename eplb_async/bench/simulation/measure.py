@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ QUICK_RANKS = (8, 16, 32)
 BAR_RANKS = 64
 MAKESPAN_BAR = 1.15
 _ALL_LAYERS = 58
+_SEEDS = (0, 1, 2)
+"""Placements that the bar is judged on; the curves are of the first."""
 _STAGING = (2, 3)
 """Layers of staging: the default, and one more."""
 
@@ -53,16 +56,19 @@ def measure(*, quick: bool, told: Callable[[str], object] = lambda _: None) -> d
 def _point(world: World) -> dict[str, Any]:
     """What is simulated and measured for one number of ranks."""
     stagings = _STAGING if world.ranks <= BAR_RANKS else _STAGING[:1]  # a large group takes minutes to simulate
+    seeds = _SEEDS if world.ranks == BAR_RANKS else _SEEDS[:1]
     by_staging = {
-        layers: simulate(world, *random_pair(world), settings=Settings(staging_layers=layers)) for layers in stagings
+        layers: [simulate(world, *random_pair(world, seed), settings=Settings(staging_layers=layers)) for seed in seeds]
+        for layers in stagings
     }
     whole = World(ranks=world.ranks, layers=_ALL_LAYERS)
     planned, plan_seconds = _plan(whole)
     control = coordinator_cost(world.ranks, _ALL_LAYERS)
     memory = rank_memory(world.ranks, planned)
-    return _told(by_staging[_STAGING[0]]) | {
+    return _told(by_staging[_STAGING[0]][0]) | {
         "makespan_over_bound_by_staging": {
-            str(layers): round(outcome.over_bound, 4) for layers, outcome in by_staging.items()
+            str(layers): [round(outcome.over_bound, 4) for outcome in outcomes]
+            for layers, outcomes in by_staging.items()
         },
         "plan_seconds": round(plan_seconds, 4),
         "coordinator_seconds": round(control.seconds_per_layer, 6),
@@ -125,12 +131,14 @@ def _bars(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for curve in curves:
         if curve["ranks"] == BAR_RANKS:
             for staging, over in curve["makespan_over_bound_by_staging"].items():
+                middle = statistics.median(over)
                 bars.append(
                     {
-                        "name": f"makespan over the busiest NIC, {BAR_RANKS} ranks, {staging} layers of staging",
+                        "name": f"makespan over the busiest NIC, {BAR_RANKS} ranks, {staging} layers of staging, "
+                        f"median of {len(over)} placements",
                         "bar": f"<= {MAKESPAN_BAR}",
-                        "measured": over,
-                        "met": over <= MAKESPAN_BAR,
+                        "measured": middle,
+                        "met": middle <= MAKESPAN_BAR,
                     }
                 )
     return bars
