@@ -221,6 +221,7 @@ def test_a_wrong_secret_is_refused_by_name(start: Start, tmp_path: object) -> No
         assert "aaaa" not in answer.text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("blocked", [0])
 def test_a_blocked_user_loop_does_not_hold_up_its_peers(start: Start, blocked: int) -> None:
     """A rank whose user loop blocks 200 ms at a time: its peers' migrations end while it is blocked."""

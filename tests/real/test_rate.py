@@ -32,6 +32,7 @@ def missed(found: dict[str, Any]) -> list[str]:
     return short
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_the_reference_work_keeps_up_with_memcpy_and_lags_no_more_than_copies() -> None:
     """2 ranks × 4 layers × 16 experts of 2 + 1 MiB, all exchanged; every byte verified first."""

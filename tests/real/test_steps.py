@@ -73,7 +73,7 @@ def migrate_at_random(start: Start, folder: Path, *, transport: str, migrations:
     print(
         f"{ended} steps, {changes} changes in {migrations} migrations; a step took to begin (median, longest): {costs}"
     )
-    assert changes > migrations
+    assert changes >= migrations
 
 
 def test_real_ranks_in_lock_step_change_layers_between_the_same_two_steps(start: Start, tmp_path: Path) -> None:
