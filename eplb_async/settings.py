@@ -61,8 +61,8 @@ class Settings:
         max_queued_notifications: Notifications kept of each peer for the iterator; older ones are dropped and counted.
         max_blob_bytes: Largest metadata blob accepted from a peer.
         hot_seconds: How long the poller laps without a pause after it last saw progress.
-        max_pause: Longest pause between laps while something is in flight or served; an eighth of it at first, then 2 % of
-            the quiet.
+        max_pause: Longest pause between laps while something is in flight or served; an eighth of it at first, then
+            2 % of the quiet.
         idle_tick: Longest pause between laps while nothing is in flight and nobody is served. The pause grows with
             the quiet: it doubles up to this.
         migrate_timeout: Deadline of ``migrate`` where the caller gives none.

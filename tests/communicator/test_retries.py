@@ -214,6 +214,33 @@ def test_i3_a_migration_that_ends_while_layers_are_taken_back_waits_for_their_co
     assert not any(freed), "staging was given back under a copy"
 
 
+def test_a_read_that_is_made_again_waits_for_no_source_but_its_own() -> None:
+    """Rank 2 waits for rank 0, of which it reads one row at a time: what it is to read from rank 1 instead goes now."""
+    old = Placement([[0, 1, 6, 7, 2, 3, 6, 7, 4, 5, 6, 7, 2, 3, 6, 7]] * 2, ep_size=4)
+    ids = old.physical_to_logical_map.copy()
+    ids[0, 8:10], ids[1, 8] = (0, 1), 2
+    ids[:, 2:4] = (4, 5)
+    new = Placement(ids, ep_size=4)
+    fabric = MemoryFabric(FaultPlan().hold_read("default/2.", peer="default/0.", nth=0))
+    chosen = with_settings(verify="full", max_peer_requests_in_flight=1, max_post_descriptors=1, staging_layers=4)
+
+    async def main() -> None:
+        async with LocalCluster(old, fabric=fabric, settings=chosen) as cluster:
+            cluster.rows[3].layers[1][0][0, 7] ^= 0xFF
+            moving = asyncio.ensure_future(cluster.migrate(new))
+            await asyncio.sleep(1.0)
+            asked = [peer.split(".")[0] for reader, peer, _ in fabric.log if reader.startswith("default/2.")]
+            assert asked.count("default/0") == 1
+            assert asked.count("default/3") == 3
+            assert asked.count("default/1") == 3, "it waits for rank 0"
+            fabric.unhold()
+            reports = await moving
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            assert cluster.wrong_bytes([0, 1, 2]) == 0
+
+    run(main())
+
+
 @pytest.mark.parametrize("why", ["setting", "timeout", "disconnect", "staging"])
 def test_when_a_read_is_not_made_again(why: str) -> None:
     """Switched off; its deadline, which is the migration's; a peer that is gone; no staging to READ into."""
