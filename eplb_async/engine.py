@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from eplb_async.errors import CommunicatorClosed
 from eplb_async.submission import Submission
-from eplb_async.threads import DaemonExecutor, Inline
+from eplb_async.threads import DaemonExecutor, Inline, alone
 
 __all__ = ["Engine", "Inline", "LoopEngine"]
 
@@ -184,7 +184,9 @@ class Engine(LoopEngine):
     """
 
     def __init__(self, name: str, *, use_uvloop: bool = True) -> None:
-        super().__init__(_new_loop(use_uvloop), DaemonExecutor(1, name=f"{name}-copy"))
+        with alone():
+            loop = _new_loop(use_uvloop)
+        super().__init__(loop, DaemonExecutor(1, name=f"{name}-copy"))
         self._stopping = False
         self._exited: Future[None] = Future()
         self._exited.set_running_or_notify_cancel()  # from now on no awaiter can cancel it

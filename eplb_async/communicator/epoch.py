@@ -324,7 +324,8 @@ class EpochRun:
         tasks += [self._stager] if self._stager is not None else []
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._copies, return_exceptions=True)
+        if waited := {*tasks, *self._copies}:
+            await asyncio.wait(waited)  # gather would pass a cancel of this task on to the copies, which write staging
         dropped = [job for at in sorted(self._jobs) if at > layer for job in self._jobs.pop(at)]
         self._ready[layer + 1 :] = [False] * (len(self._ready) - layer - 1)
         self._let_go(dropped)

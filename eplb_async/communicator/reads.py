@@ -100,6 +100,7 @@ class Reads:
         self._outbox.put(self._batches(job))
         if not self._outbox.holds(job):
             return
+        self.stir()  # its sources may have room where those of what waits have none
         if self._poster is None or self._poster.done():
             self._poster = self._spawn(self._post_waiting(), "posts")
         try:

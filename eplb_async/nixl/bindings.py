@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +16,11 @@ import numpy as np
 
 from eplb_async.errors import EplbError, NixlPeerDisconnected, NixlTransferFailed
 from eplb_async.nixl.native import Descriptors, Extent, Handle, State
+from eplb_async.threads import alone
 
 _VARIANTS = ("nixl", "nixl_rocm", "rixl")
 _STATES = {"DONE": State.DONE, "PROC": State.PROC}
 _MOVED_SECONDS = 40e-6  # an empty poll takes about 1 µs, 20 with cold caches; one this long was moving bytes
-_making = threading.Lock()  # what appears while an agent is made is that agent's
 _modules: tuple[ModuleType, ModuleType] | None = None
 
 
@@ -73,10 +73,10 @@ class NixlNative:
         self._thread = threading.get_ident()
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=progress_thread)
-        with _making:
+        with alone():  # what appears while an agent is made is that agent's
             before = _epolls()
             self._agent: Any = self._call("create", "", api.nixl_agent, name, config)
-            self.bells = tuple(sorted(_epolls() - before))
+            self.bells = tuple(_own(_epolls() - before))
 
     def register(self, extents: Sequence[Extent]) -> Any:
         blocks = np.array([(e.address, e.length, e.device) for e in extents], dtype=np.uint64)
@@ -141,6 +141,9 @@ class NixlNative:
         started = time.perf_counter()
         self._check_thread("destroy")
         self._agent = None
+        bells, self.bells = self.bells, ()
+        for bell in bells:
+            os.close(bell)
         self._note(started, "destroy")
 
     @property
@@ -186,3 +189,10 @@ def _epolls() -> set[int]:
                 if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                     found.add(int(name))
     return found
+
+
+def _own(bells: Iterable[int]) -> Iterator[int]:
+    """Duplicates that nobody else closes: a number that a stranger gives back may be anybody's next."""
+    for bell in sorted(bells):
+        with contextlib.suppress(OSError):  # a stranger's, and closed by now
+            yield os.dup(bell)

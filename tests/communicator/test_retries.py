@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.testing.placements import random_placement
+from eplb_async.weights import Copy, Piece
 
 # Experts 0 and 1 are held by ranks 0 and 1; rank 2 wants both.
 OLD = Placement([[0, 1, 2, -1, 0, 1, 3, -1, 4, 5, -1, -1]] * 3, ep_size=3)
@@ -164,6 +166,79 @@ def test_later_layers_give_back_their_staging_for_it(held: bool) -> None:
     run(main())
     assert not fabric.violations
     assert fabric.open_handles == 0
+
+
+def test_i3_a_migration_that_ends_while_layers_are_taken_back_waits_for_their_copies() -> None:
+    """A local copy of a later layer is on its way: its staging is not given back before that has ended."""
+    old = Placement([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]] * 4, ep_size=4)
+    new = Placement([[0, 1, 2, 3, 0, 1, 2, 3, 5, 4, 1, 0, 4, 5, 6, 7]] * 4, ep_size=4)
+    fabric = MemoryFabric(FaultPlan().fail_read("default/2.", peer="default/0.", nth=0))
+    writing: list[float] = []
+    freed: list[int] = []
+
+    async def main() -> None:
+        async with LocalCluster(
+            old, row_bytes=ROWS, fabric=fabric, settings=with_settings(staging_layers=2)
+        ) as cluster:
+            session = cluster.comms[2]._session
+            copier, staging = session._copier, session._staging
+            copy, free = copier.copy, staging.free
+            slowness = iter([0.1, 1.0])  # of layer 0, and of layer 1
+
+            async def slow(copies: Sequence[Copy]) -> None:
+                async def thread(seconds: float) -> None:  # nobody can cancel one
+                    writing.append(seconds)
+                    await asyncio.sleep(seconds)
+                    await copy(copies)
+                    writing.remove(seconds)
+
+                await asyncio.shield(asyncio.ensure_future(thread(next(slowness))))
+
+            def watched(pieces: tuple[Piece, ...]) -> None:
+                freed.append(len(writing))
+                free(pieces)
+
+            copier.copy, staging.free = slow, watched  # type: ignore[method-assign]
+            others = asyncio.ensure_future(cluster.migrate(new, ranks=[0, 1, 3]))
+            moving = asyncio.ensure_future(cluster.comms[2].migrate(new, timeout=30.0))
+            await asyncio.sleep(0.5)
+            assert writing == [1.0]
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)
+            await others
+            await asyncio.sleep(3.0)
+            copier.copy = copy  # type: ignore[method-assign]
+
+    run(main())
+    assert freed
+    assert not any(freed), "staging was given back under a copy"
+
+
+def test_a_read_that_is_made_again_waits_for_no_source_but_its_own() -> None:
+    """Rank 2 waits for rank 0, of which it reads one row at a time: what it is to read from rank 1 instead goes now."""
+    old = Placement([[0, 1, 6, 7, 2, 3, 6, 7, 4, 5, 6, 7, 2, 3, 6, 7]] * 2, ep_size=4)
+    ids = old.physical_to_logical_map.copy()
+    ids[0, 8:10], ids[1, 8] = (0, 1), 2
+    ids[:, 2:4] = (4, 5)
+    new = Placement(ids, ep_size=4)
+    fabric = MemoryFabric(FaultPlan().hold_read("default/2.", peer="default/0.", nth=0))
+    chosen = with_settings(verify="full", max_peer_requests_in_flight=1, max_post_descriptors=1, staging_layers=4)
+
+    async def main() -> None:
+        async with LocalCluster(old, fabric=fabric, settings=chosen) as cluster:
+            cluster.rows[3].layers[1][0][0, 7] ^= 0xFF
+            moving = asyncio.ensure_future(cluster.migrate(new))
+            await asyncio.sleep(1.0)
+            asked = [peer.split(".")[0] for reader, peer, _ in fabric.log if reader.startswith("default/2.")]
+            assert asked.count("default/0") == 1
+            assert asked.count("default/3") == 3
+            assert asked.count("default/1") == 3, "it waits for rank 0"
+            fabric.unhold()
+            reports = await moving
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            assert cluster.wrong_bytes([0, 1, 2]) == 0
+
+    run(main())
 
 
 @pytest.mark.parametrize("why", ["setting", "timeout", "disconnect", "staging"])

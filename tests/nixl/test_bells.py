@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
+import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,7 +16,9 @@ import numpy as np
 import pytest
 import uvloop
 
+from eplb_async.engine import Engine
 from eplb_async.nixl import AsyncNixlAgent
+from eplb_async.nixl.bindings import NixlNative, load
 from eplb_async.nixl.poller import Poller, Progress
 from eplb_async.settings import Settings
 from tests.procs import Zygote
@@ -117,3 +122,70 @@ def test_over_tcp_a_source_that_rests_is_woken_by_a_read() -> None:
     """Real NIXL: thirty READs from a source that rests a second or more take nowhere near thirty seconds."""
     with Zygote(UCX_TLS="tcp,self") as zygote:
         zygote.call(__file__, read_from_a_source_that_rests.__name__)
+
+
+def bells_are_ones_own(control: Connection) -> None:
+    """Loops and agents come and go in other threads while agents are made."""
+    api, _ = load()
+    make, made = api.nixl_agent, threading.Event()
+    engines: list[Engine] = []
+    strangers: list[select.epoll] = []
+
+    def another() -> None:
+        engines.append(Engine("another", use_uvloop=False))
+        made.set()
+
+    def slowly(*args: Any) -> Any:
+        thread = threading.Thread(target=another, daemon=True)
+        thread.start()
+        made.wait(0.5)
+        if not os.fork():  # what a fork inherits must not be held for good
+            Engine("in the child", use_uvloop=False)
+            os._exit(0)
+        strangers.append(select.epoll())
+        return make(*args)
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def main() -> None:
+        async with AsyncNixlAgent.open("first", RARELY):
+            pass
+        before = descriptors()
+        for number in range(5):
+            async with AsyncNixlAgent.open(f"agent {number}", RARELY):
+                assert descriptors() > before
+        assert descriptors() == before
+
+    plain = NixlNative("plain")
+    usual = len(plain.bells)
+    assert usual
+    plain.destroy()
+    api.nixl_agent = slowly
+    native = NixlNative("slow")
+    assert made.wait(10)
+    assert len(native.bells) == usual + 1, "the loop of another thread was taken for a bell"
+    strangers.pop().close()
+    for bell in native.bells:
+        os.fstat(bell)  # its number is not anybody's next
+    assert ended_child() == 0
+    native.destroy()
+    api.nixl_agent = make
+    engines[0].stop()
+    asyncio.run(main())
+
+
+def ended_child() -> int:
+    """Status of a child at its end, awaited for ten seconds at most."""
+    for _ in range(1000):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            return status
+        time.sleep(0.01)
+    raise TimeoutError("a forked child hangs")
+
+
+def test_bells_are_an_agents_own_and_are_given_back() -> None:
+    """Real NIXL over tcp: no other loop is taken for a bell, a fork amid it goes on, and no descriptor is left."""
+    with Zygote(UCX_TLS="tcp,self") as zygote:
+        zygote.call(__file__, bells_are_ones_own.__name__)
