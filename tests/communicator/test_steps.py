@@ -585,6 +585,6 @@ def test_random_steps_see_one_placement_on_all_ranks(seed: int) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 104))
 def test_thousands_of_random_steps_see_one_placement_on_all_ranks(seed: int) -> None:
     print("seed", seed, run(stepping_at_random(seed, 2_000)))

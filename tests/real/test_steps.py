@@ -82,10 +82,9 @@ def test_real_ranks_in_lock_step_change_layers_between_the_same_two_steps(start:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [2, 3])
-def test_thousands_of_steps_of_real_ranks(start: Start, tmp_path: Path, transport: str, seed: int) -> None:
+def test_thousands_of_steps_of_real_ranks(start: Start, tmp_path: Path, transport: str) -> None:
     """Pauses, work and idle phases at random; each step of each rank on record."""
-    migrate_at_random(start, tmp_path, transport=transport, migrations=60, steps=2_000, seed=seed)
+    migrate_at_random(start, tmp_path, transport=transport, migrations=60, steps=2_000, seed=2)
 
 
 @pytest.mark.faults
