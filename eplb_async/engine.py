@@ -24,9 +24,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
+from eplb_async import descriptors
 from eplb_async.errors import CommunicatorClosed
 from eplb_async.submission import Submission
-from eplb_async.threads import DaemonExecutor, Inline, alone
+from eplb_async.threads import DaemonExecutor, Inline
 
 __all__ = ["Engine", "Inline", "LoopEngine"]
 
@@ -184,8 +185,10 @@ class Engine(LoopEngine):
     """
 
     def __init__(self, name: str, *, use_uvloop: bool = True) -> None:
-        with alone():
-            loop = _new_loop(use_uvloop)
+        before = descriptors.epolls()
+        loop = _new_loop(use_uvloop)
+        self._epolls = descriptors.epolls() - before
+        descriptors.loops.update(self._epolls)  # an agent that another thread makes meanwhile must not listen to them
         super().__init__(loop, DaemonExecutor(1, name=f"{name}-copy"))
         self._stopping = False
         self._exited: Future[None] = Future()
@@ -235,6 +238,7 @@ class Engine(LoopEngine):
             self.loop.run_forever()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
+            descriptors.loops.difference_update(self._epolls)
             self.loop.close()
             for submission in list(self._submissions):  # posted after the last turn
                 submission.refuse()

@@ -7,7 +7,6 @@ the executor is shut down or dropped.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import weakref
@@ -20,20 +19,6 @@ T = TypeVar("T")
 
 _Job = tuple["Future[Any]", Callable[[], Any]]
 _JOIN_SECONDS = 10.0
-_alone = threading.Lock()
-
-
-def alone() -> threading.Lock:
-    """Held while an agent or an event loop is made: new descriptors are told from what they were before."""
-    return _alone
-
-
-def _renew() -> None:
-    global _alone
-    _alone = threading.Lock()  # whoever held it is no thread of this process
-
-
-os.register_at_fork(after_in_child=_renew)
 
 
 class Inline(Executor):

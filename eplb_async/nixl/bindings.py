@@ -14,14 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from eplb_async import descriptors
 from eplb_async.errors import EplbError, NixlPeerDisconnected, NixlTransferFailed
 from eplb_async.nixl.native import Descriptors, Extent, Handle, State
-from eplb_async.threads import alone
 
 _VARIANTS = ("nixl", "nixl_rocm", "rixl")
 _STATES = {"DONE": State.DONE, "PROC": State.PROC}
 _MOVED_SECONDS = 40e-6  # an empty poll takes about 1 µs, 20 with cold caches; one this long was moving bytes
+_making = threading.Lock()  # what appears while an agent is made is that agent's
 _modules: tuple[ModuleType, ModuleType] | None = None
+
+
+def _renew() -> None:
+    global _making
+    _making = threading.Lock()  # whoever held it is no thread of this process
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def load() -> tuple[ModuleType, ModuleType]:
@@ -73,10 +82,10 @@ class NixlNative:
         self._thread = threading.get_ident()
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=progress_thread)
-        with alone():  # what appears while an agent is made is that agent's
-            before = _epolls()
+        with _making:
+            before = descriptors.epolls()
             self._agent: Any = self._call("create", "", api.nixl_agent, name, config)
-            self.bells = tuple(_own(_epolls() - before))
+            self.bells = tuple(_own(descriptors.epolls() - before - descriptors.loops))
 
     def register(self, extents: Sequence[Extent]) -> Any:
         blocks = np.array([(e.address, e.length, e.device) for e in extents], dtype=np.uint64)
@@ -177,22 +186,11 @@ class NixlNative:
             raise RuntimeError(f"NIXL {phase} called off the engine loop's thread (I-2); this is a bug")
 
 
-def _epolls() -> set[int]:
-    """Epoll descriptors of this process; none where there is no ``/proc``.
-
-    Those that UCX makes for its tcp sockets become readable when something has come, although it does not say so.
-    """
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the listing's own is gone by now
-                if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                    found.add(int(name))
-    return found
-
-
 def _own(bells: Iterable[int]) -> Iterator[int]:
-    """Duplicates that nobody else closes: a number that a stranger gives back may be anybody's next."""
+    """Duplicates of what UCX has made for its tcp sockets, which becomes readable when something has come.
+
+    Nobody else closes them: a number that is given back may be anybody's next, and UCX gives no word of them.
+    """
     for bell in sorted(bells):
         with contextlib.suppress(OSError):  # a stranger's, and closed by now
             yield os.dup(bell)

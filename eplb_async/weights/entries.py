@@ -72,7 +72,7 @@ def suspects(entries: npt.NDArray[np.uint8], wanted: Sequence[Wanted]) -> list[i
     came: Any = entries.view(_FIELDS)[:, 0]
     right = came["magic"] == _MAGIC
     right &= came["expert"] == [one.expert for one in wanted]
-    right &= came["version"] == [one.version for one in wanted]
+    right &= came["version"] == np.array([one.version for one in wanted], dtype="<u8")  # as floats, many are equal
     return np.flatnonzero(~right).tolist()
 
 
