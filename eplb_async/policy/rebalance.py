@@ -21,7 +21,7 @@ from eplb_async.policy.trail import Trail
 
 __all__ = ["rebalance_experts"]
 
-_SLACK = 0.009  # the busiest rank may carry this much more than the published algorithm's
+_SLACK = 0.0099  # the busiest rank may carry this much more than the published algorithm's
 _EQUAL = 1e-3  # without current, a layer whose second copies on a rank were parted may carry this much more
 _NODE = 0.99  # of the target: what a node may carry for each of its ranks, so that its ranks can be packed
 

@@ -21,7 +21,7 @@ def bar(load: str, cluster: Cluster) -> float:
     """
     if cluster.num_nodes > 1:
         return 1 / 3
-    return 1 / 4 if load in _FLAT and cluster.num_ranks == 256 else 1 / 6
+    return 1 / 5 if load in _FLAT and cluster.num_ranks == 256 else 1 / 6
 
 
 @pytest.mark.parametrize(("load", "cluster"), [("zipf 1.1", CLUSTERS[1]), ("uniform", CLUSTERS[3])])
