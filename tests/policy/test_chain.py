@@ -27,7 +27,7 @@ def bar(load: str, cluster: Cluster) -> float:
 @pytest.mark.parametrize(("load", "cluster"), [("zipf 1.1", CLUSTERS[1]), ("uniform", CLUSTERS[3])])
 def test_a_chain_of_few_layers(load: str, cluster: Cluster) -> None:
     """Balanced to one per cent, with a part of the moves."""
-    published, _, ours, aware = chain(load, cluster, num_layers=6)
+    published, _, ours, aware = chain(load, cluster, num_layers=4)
     assert ours.balancedness >= 0.999 * published.balancedness
     assert aware.least_ratio >= 0.99
     assert aware.moved <= bar(load, cluster) * published.moved
