@@ -46,14 +46,16 @@ class Change:
 
 
 def excess(load: Floats, target: Floats, fine: Floats) -> Floats:
-    """Load above the target, a little for load near it, and for each rank above it ``fine`` more.
+    """Load above the target, with ``fine`` a little for load near it, and for each rank above it ``fine`` more.
 
     With ``fine``, a change that mends a rank is worth more than one that makes it less bad. Without it this is convex:
     effects of one change on one rank are together no worse than their sum.
     """
     over = load - target
+    if not fine.any():
+        return np.maximum(over, 0.0, out=over)
     near = np.maximum(over + _NEAR * target, 0.0)
-    near *= _NEARLY
+    near *= np.where(fine > 0, _NEARLY, 0.0)
     np.add(over, fine, out=over, where=over > 0)
     return np.add(np.maximum(over, 0.0, out=over), near, out=over)
 

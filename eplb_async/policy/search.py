@@ -15,7 +15,7 @@ _FINE = 0.2  # of the target for each slot of a rank: what mending it counts for
 _LIGHTER = 0.95  # a copy makes room only if what is left of its expert stays below this, times the one it is for
 
 
-def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -> Trail:
+def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED, fine: float = _FINE) -> Trail:
     """Changes slots until no rank of a layer carries more than the target, or nothing helps.
 
     Where no change helps, one is forced: the heaviest expert of the busiest rank gets another copy all the same, and
@@ -26,6 +26,7 @@ def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -
         target: What a rank may carry, ``[layers]``.
         nodes: Rows of each layer.
         force: How often to force a change, in each layer.
+        fine: What mending a rank counts for, in targets for each slot of a rank.
 
     Returns:
         The trail. Its last step is not always its best.
@@ -45,8 +46,8 @@ def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -
             return trail
         node, busy = np.divmod(carried[over].argmax(axis=1), load.shape[1])
         rows = layers * nodes + node
-        fine = np.where(steps[layers] < patience, _FINE / table.slots.shape[2] * target[layers], 0.0)
-        change = best_changes(table, rows, busy, load[rows], target[layers], fine, locked[rows])
+        mended = np.where(steps[layers] < patience, fine / table.slots.shape[2] * target[layers], 0.0)
+        change = best_changes(table, rows, busy, load[rows], target[layers], mended, locked[rows])
         steps[layers] += 1
         for index in np.flatnonzero(~change.found & (forced[layers] < force)).tolist():
             forced[layers[index]] += 1
