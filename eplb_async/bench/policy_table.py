@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_async.bench.published_policy import published_rebalance
+from eplb_async.bench.published_policy import as_vllm_loops, published_rebalance
 from eplb_async.core.placement import Placement
 from eplb_async.policy import rank_loads, rebalance_experts
 
@@ -55,7 +55,7 @@ class Row:
     Attributes:
         load: Name of the load.
         cluster: Name of the cluster.
-        policy: ``published``, ``ours`` or ``ours, placement-aware``.
+        policy: ``published``, ``published, as vLLM loops`` (the same placement), ``ours`` or ``ours, placement-aware``.
         balancedness: Mean over maximum of the rank loads, mean over the layers.
         least_ratio: The lowest balancedness over the published one's, of all rebalances.
         moved: Part of all slots that receive an expert that their rank did not hold.
@@ -94,20 +94,21 @@ def received(old: Placement, new: Placement) -> int:
 
 
 def chain(load: str, cluster: Cluster, *, num_layers: int = 58, rebalances: int = 20, seed: int = 0) -> list[Row]:
-    """Runs the three policies over one chain."""
+    """Runs the policies over one chain: published, as vLLM loops, ours, ours placement-aware."""
     rng = np.random.default_rng(seed)
     loads = first_load(load, num_layers, rng)
     sizes = (cluster.num_replicas, cluster.num_groups, cluster.num_nodes, cluster.num_ranks)
 
-    def published(now: Any, _: Placement) -> Placement:
-        return Placement(published_rebalance(now, *sizes), ep_size=cluster.num_ranks, num_logical=EXPERTS)
+    def placed(slots: NDArray[Any]) -> Placement:
+        return Placement(slots, ep_size=cluster.num_ranks, num_logical=EXPERTS)
 
     policies: dict[str, Callable[[Any, Placement], Placement]] = {
-        "published": published,
+        "published": lambda now, _: placed(published_rebalance(now, *sizes)),
+        "published, as vLLM loops": lambda now, _: placed(as_vllm_loops(now, *sizes)),
         "ours": lambda now, _: rebalance_experts(now, *sizes).placement,
         "ours, placement-aware": lambda now, held: rebalance_experts(now, *sizes, current=held).placement,
     }
-    start = Placement(published_rebalance(loads, *sizes), ep_size=cluster.num_ranks, num_logical=EXPERTS)
+    start = placed(published_rebalance(loads, *sizes))
     held = dict.fromkeys(policies, start)
     seen: dict[str, list[tuple[float, int, float]]] = {name: [] for name in policies}
     for _ in range(rebalances):
@@ -147,23 +148,23 @@ def rows(*, quick: bool = False) -> Iterator[Row]:
 def measure(*, quick: bool) -> dict[str, Any]:
     """All rows under ``rows``, and under ``bars`` the worst of them beside what is asked."""
     found = list(rows(quick=quick))
-    cases = [found[at : at + 3] for at in range(0, len(found), 3)]
+    cases = [found[at : at + 4] for at in range(0, len(found), 4)]
     one_node = {cluster.name for cluster in CLUSTERS if cluster.num_nodes == 1}
     bars = []
     for mode, limit in (("global", 1 / 6), ("hierarchical", 1 / 3)):
         of_mode = [case for case in cases if (case[0].cluster in one_node) == (mode == "global")]
-        moved = max(aware.moved / published.moved for published, _, aware in of_mode)
-        least = min(aware.least_ratio for _, _, aware in of_mode)
+        moved = max(aware.moved / published.moved for published, _, _, aware in of_mode)
+        least = min(aware.least_ratio for _, _, _, aware in of_mode)
         bars.append(
             _bar(f"policy, {mode}, placement-aware: balance over the published", ">= 0.99", least, least >= 0.99)
         )
         bars.append(
             _bar(f"policy, {mode}, placement-aware: moves over the published", f"<= {limit:.3f}", moved, moved <= limit)
         )
-    least = min(ours.balancedness / published.balancedness for published, ours, _ in cases)
+    least = min(ours.balancedness / published.balancedness for published, _, ours, _ in cases)
     bars.append(_bar("policy without current: balance over the published", ">= 0.999", least, least >= 0.999))
-    slowest = max(ours.milliseconds / published.milliseconds for published, ours, _ in cases)
-    bars.append(_bar("policy without current: time over the published", "<= 1", slowest, slowest <= 1))
+    slowest = max(ours.milliseconds / loops.milliseconds for _, loops, ours, _ in cases)
+    bars.append(_bar("policy without current: time over the published as vLLM loops", "<= 1", slowest, slowest <= 1))
     return {"rows": [asdict(row) for row in found], "bars": bars}
 
 

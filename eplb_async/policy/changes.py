@@ -17,6 +17,7 @@ from eplb_async.policy.table import Bools, Floats, Ints, Table
 __all__ = ["Change", "best_changes", "excess"]
 
 _FREE = 0.5  # what a change without cost counts as, in slots
+_NEAR, _NEARLY = 0.1, 0.03  # load within a tenth below the target counts a little: it is over with the next drift
 _LARGER = 1e-3  # of equally good exchanges the one that changes more: its two ranks stay fine for longer
 _LEAST = 1e-5  # of the target: less is not worth a change
 
@@ -44,13 +45,24 @@ class Change:
         return Change(*(getattr(self, part.name)[self.found] for part in fields(self)))
 
 
-def excess(load: Floats, target: Floats) -> Floats:
-    """Load above the target. Convex, so that effects of one change on one rank are together no worse than their sum."""
+def excess(load: Floats, target: Floats, fine: Floats) -> Floats:
+    """Load above the target, with ``fine`` a little for load near it, and for each rank above it ``fine`` more.
+
+    With ``fine``, a change that mends a rank is worth more than one that makes it less bad. Without it this is convex:
+    effects of one change on one rank are together no worse than their sum.
+    """
     over = load - target
-    return np.maximum(over, 0.0, out=over)
+    if not fine.any():
+        return np.maximum(over, 0.0, out=over)
+    near = np.maximum(over + _NEAR * target, 0.0)
+    near *= np.where(fine > 0, _NEARLY, 0.0)
+    np.add(over, fine, out=over, where=over > 0)
+    return np.add(np.maximum(over, 0.0, out=over), near, out=over)
 
 
-def best_changes(table: Table, rows: Ints, busy: Ints, load: Floats, target: Floats, locked: Bools) -> Change:
+def best_changes(
+    table: Table, rows: Ints, busy: Ints, load: Floats, target: Floats, fine: Floats, locked: Bools
+) -> Change:
     """Finds for each row the change that takes away most excess for each expert received.
 
     Args:
@@ -59,9 +71,10 @@ def best_changes(table: Table, rows: Ints, busy: Ints, load: Floats, target: Flo
         busy: The rank to relieve, ``[rows]``.
         load: Load of each rank, ``[rows, ranks]``.
         target: What a rank may carry, ``[rows]``.
+        fine: What a rank above it counts for, beside its load above it, ``[rows]``.
         locked: Experts that must not lose a copy, ``[rows, experts]``.
     """
-    look = _Look(table, rows, busy, load, target, locked)
+    look = _Look(table, rows, busy, load, target, fine, locked)
     kinds = [_best(look.exchanges()), _best(look.copies()), _best(look.replacements())]
     scores = np.stack([score for score, _, _ in kinds])
     kind = scores.argmax(axis=0)
@@ -95,7 +108,9 @@ def _best(score: Floats) -> tuple[Floats, Ints, Ints]:
 class _Look:
     """What the three kinds need, gathered once. Axes: rows, slots of the busy rank (mine), all slots or all experts."""
 
-    def __init__(self, table: Table, rows: Ints, busy: Ints, load: Floats, target: Floats, locked: Bools) -> None:
+    def __init__(
+        self, table: Table, rows: Ints, busy: Ints, load: Floats, target: Floats, fine: Floats, locked: Bools
+    ) -> None:
         count, ranks = load.shape
         self.local = table.slots.shape[2]
         self.table, self.rows, self.busy = table, rows, busy
@@ -105,10 +120,11 @@ class _Look:
         self.mine = self.flat.reshape(count, ranks, self.local)[self.every, busy]
         self.on = np.repeat(np.arange(ranks), self.local)
         self.target, self.target3 = target[:, None], target[:, None, None]
+        self.limit, self.limit3 = (self.target, fine[:, None]), (self.target3, fine[:, None, None])
         self.load_on = load[:, self.on]
         self.load_busy = load[self.every, busy][:, None]
-        self.bad_on = excess(self.load_on, self.target)
-        self.bad_busy = excess(self.load_busy, self.target)
+        self.bad_on = excess(self.load_on, *self.limit)
+        self.bad_busy = excess(self.load_busy, *self.limit)
         copies = table.count[rows]
         whole = table.load[rows]
         self.share = whole / np.maximum(copies, 1)
@@ -127,16 +143,16 @@ class _Look:
         self.home_there = home[row, self.flat, self.on].view(np.int8)
 
         # change of excess: of each slot's rank with one copy fewer, of all holders likewise, of all with one more
-        self.rise = excess(self.load_on + (self.grown - self.share)[self.of, self.flat], self.target) - self.bad_on
+        self.rise = excess(self.load_on + (self.grown - self.share)[self.of, self.flat], *self.limit) - self.bad_on
         self.over_holders = self._over_holders(self.rise)
         drop = (self.share - self.shrunk)[self.of, self.flat]
-        self.relief = self._over_holders(excess(self.load_on - drop, self.target) - self.bad_on)
+        self.relief = self._over_holders(excess(self.load_on - drop, *self.limit) - self.bad_on)
 
     def exchanges(self) -> Floats:
         """My expert there, that expert here: ``[rows, mine, slots]``."""
         less = self.weight_mine[:, :, None] - self.weight[:, None, :]
-        change = excess(self.load_busy[:, :, None] - less, self.target3) - self.bad_busy[:, :, None]
-        change += excess(self.load_on[:, None, :] + less, self.target3) - self.bad_on[:, None, :]
+        change = excess(self.load_busy[:, :, None] - less, *self.limit3) - self.bad_busy[:, :, None]
+        change += excess(self.load_on[:, None, :] + less, *self.limit3) - self.bad_on[:, None, :]
         row, busy = self.rows[:, None], self.busy[:, None]
         held = (self.table.held[row, self.flat, busy] > 0) | self.blocked
         home_here = self.table.home[row, self.flat, busy].view(np.int8)
@@ -150,7 +166,7 @@ class _Look:
         """A further copy of my expert in place of a spare one on another rank: ``[rows, mine, slots]``."""
         others = self.over_holders[self.of, self.flat] - self.rise
         new = self.shrunk[self.of, self.mine][:, :, None]
-        there = excess((self.load_on - self.weight)[:, None, :] + new, self.target3) - self.bad_on[:, None, :]
+        there = excess((self.load_on - self.weight)[:, None, :] + new, *self.limit3) - self.bad_on[:, None, :]
         change = there
         change += self.relief[self.of, self.mine][:, :, None]
         change += others[:, None, :]
@@ -161,10 +177,10 @@ class _Look:
     def replacements(self) -> Floats:
         """Another expert in place of my spare copy: ``[rows, mine, experts]``."""
         mine_rise = (self.grown - self.share)[self.of, self.mine]
-        here = excess(self.load_busy + mine_rise, self.target) - self.bad_busy
+        here = excess(self.load_busy + mine_rise, *self.limit) - self.bad_busy
         others = self.over_holders[self.of, self.mine] - here
         rest = (self.load_busy - self.weight_mine)[:, :, None]
-        change = excess(rest + self.shrunk[:, None, :], self.target3) - self.bad_busy[:, :, None]
+        change = excess(rest + self.shrunk[:, None, :], *self.limit3) - self.bad_busy[:, :, None]
         change += self.relief[:, None, :]
         change += others[:, :, None]
         held = self.table.held[self.rows, :, self.busy] > 0

@@ -21,7 +21,8 @@ from eplb_async.policy.trail import Trail
 
 __all__ = ["rebalance_experts"]
 
-_SLACK = 0.009  # the busiest rank may carry this much more than the published algorithm's
+_SLACK = 0.0099  # the busiest rank may carry this much more than the published algorithm's
+_SLACK_NODES = 0.009  # likewise in hierarchical mode, where single layers may miss it
 _EQUAL = 1e-3  # without current, a layer whose second copies on a rank were parted may carry this much more
 _NODE = 0.99  # of the target: what a node may carry for each of its ranks, so that its ranks can be packed
 
@@ -98,7 +99,7 @@ def _apart(
     table = Table(load, slots.reshape(-1, *slots.shape[2:]).copy(), usable)
     spread(table)
     fill(table)
-    trail = improve(table, peaks * (1 + _EQUAL), question.nodes, force=0 if otherwise is None else 16)
+    trail = improve(table, peaks * (1 + _EQUAL), question.nodes, force=0 if otherwise is None else 16, fine=0.0)
     for layer, peak in enumerate(peaks):
         trail.keep(layer, _best(trail, layer, peak))
     found = table.rank_load().reshape(len(layers), -1).max(axis=1)
@@ -131,7 +132,7 @@ def _from_current(question: Question, current: Placement) -> Rebalance:
     must = bool((slots[:, ~question.usable] >= 0).any())  # a rank that is out still holds something
     start = rank_loads(question.load, current).max(axis=1)
     published, _, peaks = _published(question)
-    target = np.where(idle, np.inf, peaks * (1 + _SLACK))
+    target = np.where(idle, np.inf, peaks * (1 + (_SLACK if question.nodes == 1 else _SLACK_NODES)))
     now, held = nearest(slots, question.groups, question.nodes, current.num_logical)
     ranks = question.usable.reshape(question.nodes, -1).sum(axis=1)
     group_load = _group_load(question)

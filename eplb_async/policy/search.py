@@ -11,10 +11,11 @@ from eplb_async.policy.trail import Trail
 __all__ = ["improve"]
 
 _FORCED = 128  # changes against the slope, of each layer
+_FINE = 0.2  # of the target for each slot of a rank: what mending it counts for, beside the load taken away
 _LIGHTER = 0.95  # a copy makes room only if what is left of its expert stays below this, times the one it is for
 
 
-def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -> Trail:
+def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED, fine: float = _FINE) -> Trail:
     """Changes slots until no rank of a layer carries more than the target, or nothing helps.
 
     Where no change helps, one is forced: the heaviest expert of the busiest rank gets another copy all the same, and
@@ -25,6 +26,7 @@ def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -
         target: What a rank may carry, ``[layers]``.
         nodes: Rows of each layer.
         force: How often to force a change, in each layer.
+        fine: What mending a rank counts for, in targets for each slot of a rank.
 
     Returns:
         The trail. Its last step is not always its best.
@@ -34,6 +36,8 @@ def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -
     locked = np.zeros(table.load.shape, dtype=np.bool_)
     forced = np.zeros(len(target), dtype=np.int64)
     layers = np.arange(len(target))
+    steps = np.zeros(len(target), dtype=np.int64)
+    patience = 2 * table.slots[0].size * nodes  # then only what takes load away counts, which always comes to an end
     while True:
         carried = load.reshape(len(target), -1)[layers]
         over = carried.max(axis=1) > target[layers]
@@ -42,7 +46,9 @@ def improve(table: Table, target: Floats, nodes: int, *, force: int = _FORCED) -
             return trail
         node, busy = np.divmod(carried[over].argmax(axis=1), load.shape[1])
         rows = layers * nodes + node
-        change = best_changes(table, rows, busy, load[rows], target[layers], locked[rows])
+        mended = np.where(steps[layers] < patience, fine / table.slots.shape[2] * target[layers], 0.0)
+        change = best_changes(table, rows, busy, load[rows], target[layers], mended, locked[rows])
+        steps[layers] += 1
         for index in np.flatnonzero(~change.found & (forced[layers] < force)).tolist():
             forced[layers[index]] += 1
             _force(table, int(rows[index]), int(busy[index]), load[rows[index]], locked, change, index)

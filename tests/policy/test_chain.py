@@ -21,24 +21,29 @@ def bar(load: str, cluster: Cluster) -> float:
     """
     if cluster.num_nodes > 1:
         return 1 / 3
-    return 1 / 4 if load in _FLAT and cluster.num_ranks == 256 else 1 / 6
+    return 1 / 5 if load in _FLAT and cluster.num_ranks == 256 else 1 / 6
 
 
 @pytest.mark.parametrize(("load", "cluster"), [("zipf 1.1", CLUSTERS[1]), ("uniform", CLUSTERS[3])])
 def test_a_chain_of_few_layers(load: str, cluster: Cluster) -> None:
     """Balanced to one per cent, with a part of the moves."""
-    published, ours, aware = chain(load, cluster, num_layers=6)
+    published, _, ours, aware = chain(load, cluster, num_layers=4)
     assert ours.balancedness >= 0.999 * published.balancedness
     assert aware.least_ratio >= 0.99
     assert aware.moved <= bar(load, cluster) * published.moved
 
 
 def test_what_the_bench_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows for each case, and the bars of both modes."""
+    """Four rows for each case, and the bars of both modes."""
     monkeypatch.setattr(policy_table, "CLUSTERS", (Cluster("one", 16, 288), Cluster("two", 16, 288, 8, 2)))
     monkeypatch.setattr(policy_table, "LOADS", ("zipf 1.3",))
     found = policy_table.measure(quick=True)
-    assert [row["policy"] for row in found["rows"]] == ["published", "ours", "ours, placement-aware"] * 2
+    assert [row["policy"] for row in found["rows"]] == [
+        "published",
+        "published, as vLLM loops",
+        "ours",
+        "ours, placement-aware",
+    ] * 2
     assert len(found["bars"]) == 6
     assert all(isinstance(bar["met"], bool) for bar in found["bars"])
 
@@ -49,7 +54,7 @@ def test_what_the_bench_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("load", LOADS)
 def test_a_chain_of_full_size(load: str, cluster: Cluster) -> None:
     """58 layers, 20 rebalances."""
-    published, ours, aware = chain(load, cluster)
+    published, _, ours, aware = chain(load, cluster)
     assert ours.balancedness >= 0.999 * published.balancedness
     assert aware.least_ratio >= 0.99
     assert aware.moved <= bar(load, cluster) * published.moved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_async.bench.published_policy import published_rebalance
+from eplb_async.bench.published_policy import as_vllm_loops, published_rebalance
 from eplb_async.core.placement import Placement
 from eplb_async.policy import rank_loads, rebalance_experts
 
@@ -29,6 +29,7 @@ def balancedness(load: np.ndarray, placement: Placement) -> np.ndarray:
 def test_the_yardstick_gives_the_published_example() -> None:
     """The example of deepseek-ai/EPLB: 12 experts, 16 copies, 4 groups, 2 nodes, 8 ranks."""
     assert published_rebalance(LOAD, 16, 4, 2, 8).tolist() == PLACED
+    assert as_vllm_loops(LOAD, 16, 4, 2, 8).tolist() == PLACED
 
 
 def test_the_policy_gives_the_published_example() -> None:
