@@ -48,8 +48,8 @@ class Settings:
         secret: The job's shared secret. Peers that cannot prove that they hold it are refused.
         progress_thread: Run NIXL's own progress thread (burns one core per agent; for bulk serving only).
         use_uvloop: Run the engine loop on uvloop where it is installed.
-        max_post_bytes: Largest number of bytes in one post; bounds how long one native call can take. A little more than a
-            round number: rows that fill a post take their entries along.
+        max_post_bytes: Largest number of bytes in one post; bounds how long one native call can take. A little more
+            than a round number: rows that fill a post take their entries along.
         max_post_descriptors: Largest number of descriptors in one post.
         max_bytes_in_flight: Bytes of READs in flight at once, all peers together.
         max_requests_in_flight: READ requests in flight at once, all peers together.
