@@ -27,6 +27,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hot_seconds": (0, 1),
     "max_pause": (0.0001, 1),
     "idle_tick": (0.001, 10),
+    "switch_interval": (0, 1),
     "migrate_timeout": (0.001, 86_400),
     "read_timeout": (0.001, 86_400),
     "peer_timeout": (0.001, 86_400),
@@ -66,6 +67,8 @@ class Settings:
             2 % of the quiet.
         idle_tick: Longest pause between laps while nothing is in flight and nobody is served. The pause grows with
             the quiet: it doubles up to this.
+        switch_interval: How long a thread may keep the GIL from others while an epoch is open: the process's
+            ``sys.setswitchinterval``, put back afterwards. 0: as the process has it.
         migrate_timeout: Deadline of ``migrate`` where the caller gives none.
         read_timeout: Deadline of ``read`` where the caller gives none.
         peer_timeout: Deadline for each peer's introduction in ``open`` where the caller gives none.
@@ -101,6 +104,7 @@ class Settings:
     hot_seconds: float = 0.002
     max_pause: float = 0.008
     idle_tick: float = 2.0
+    switch_interval: float = 0.0005
     migrate_timeout: float = 120.0
     read_timeout: float = 30.0
     peer_timeout: float = 60.0

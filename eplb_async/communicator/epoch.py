@@ -7,6 +7,7 @@ apply of this one. Nothing here decides: :class:`EpochRun` reports what is stage
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from eplb_async.core.throttle import Throttle
 from eplb_async.engine import LoopEngine
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
+from eplb_async.switching import shorter
 from eplb_async.weights import ENTRY_NAME, Copier, Copy, Digester, ExpertWeights, Staging, Wanted, wrong_rows
 from eplb_async.weights.entries import entry_rows
 
@@ -109,6 +111,7 @@ class EpochRun:
         self._copies: set[asyncio.Task[None]] = set()
         self._apply_task: asyncio.Task[Any] | None = None
         self._freed = asyncio.Event()
+        self._switching = contextlib.ExitStack()
         self._reads = Reads(
             plan=plan,
             rank=rank,
@@ -124,6 +127,7 @@ class EpochRun:
 
     def start(self) -> None:
         """Begin to post READs; only after BEGIN."""
+        self._switching.enter_context(shorter(self._settings.switch_interval))
         self._stage_from(0)
 
     def commit(self, upto: int, at: Sequence[int]) -> None:
@@ -169,6 +173,7 @@ class EpochRun:
         self._jobs.clear()
         if self._loader is not None:
             self._loader.close()
+        self._switching.close()
 
     def read_error(self) -> Exception | None:
         """The first failure of a READ that nothing took the place of, if there is one."""
