@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class LayerJob:
 
     def __init__(self, layer: int, moves: Iterable[Move], layout: Layout) -> None:
         self.layer = layer
-        self.moves = tuple(sorted(moves, key=lambda move: (move.source, move.source_slot)))
+        self.moves = tuple(sorted(moves, key=attrgetter("source", "source_slot")))
         self.source_slots = np.array([move.source_slot for move in self.moves], dtype=np.int64)
         self.kept = list(range(len(self.moves)))
         self.specs = [place.spec for place in layout.layers[layer]]

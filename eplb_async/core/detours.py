@@ -40,7 +40,7 @@ class Detours:
 
     def around(self, layer: int, move: Move) -> Move:
         """The move itself, or, if its source has failed before, from the nearest that has not, if there is one."""
-        if not move.is_read or move.source not in self._shaky:
+        if move.source not in self._shaky or not move.is_read:
             return move
         sound = [s for s in self._plan.sources(layer, move.expert, move.reader) if s[0] not in self._shaky]
         return _from(move, sound[0]) if sound else move

@@ -62,7 +62,7 @@ class Move(NamedTuple):
     @property
     def is_read(self) -> bool:
         """Whether the reader READs it from another rank."""
-        return not self.is_local and not self.is_loaded
+        return 0 <= self.source != self.reader
 
 
 @dataclass(frozen=True, eq=False)
