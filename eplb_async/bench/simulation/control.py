@@ -118,7 +118,7 @@ class Sink:
         """Count from zero."""
         self.messages = self.nbytes = 0
 
-    def notify(self, peer: Peer, message: bytes) -> None:
+    def notify(self, peer: Peer, message: bytes, *, stir: bool = True) -> None:
         """Count a message."""
         self.messages += 1
         self.nbytes += len(message)
