@@ -419,7 +419,7 @@ def test_a_rank_that_closes_applies_what_is_due_outside_of_steps() -> None:
     run(main())
 
 
-def test_a_close_says_which_layer_it_could_not_apply() -> None:
+def test_a_close_says_which_layer_it_could_not_apply(caplog: pytest.LogCaptureFixture) -> None:
     """The engine never leaves its step: the rows stay as they are, and the answer names layer and step."""
 
     async def main() -> None:
@@ -431,6 +431,7 @@ def test_a_close_says_which_layer_it_could_not_apply() -> None:
             assert c.wrong_bytes([2]) == 0
 
     run(main())
+    assert "broken" not in caplog.text  # it closed, and said so: nothing failed
 
 
 @pytest.mark.parametrize("turn", ["suspend", "update"])
