@@ -122,7 +122,7 @@ def test_a_small_world_comes_close_to_what_its_nics_can_carry() -> None:
     """Random placements of 8 ranks, and one source that all read."""
     world = World(ranks=8)
     spread = simulate(world, *random_pair(world), settings=Settings(staging_layers=3))
-    assert 1.0 <= spread.over_bound <= 1.15
+    assert 1.0 <= spread.over_bound <= 1.2
     hot = simulate(world, *skewed_pair(world))
     assert hot.bound == pytest.approx(7 * 4 * 4 * sum(world.row_bytes) / world.bytes_per_second)
     assert 1.0 <= hot.over_bound <= 1.05
