@@ -163,17 +163,17 @@ class EpochRun:
         await self._wind_up()
 
     async def _wind_up(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        # A copy that runs cannot be stopped, and it writes staging: it is waited for, never cancelled (I-3).
-        await asyncio.gather(*self._tasks, *self._copies, return_exceptions=True)
-        while self._apply_task is not None and not self._apply_task.done():
-            await asyncio.wait([self._apply_task])
-        self._let_go([job for jobs in self._jobs.values() for job in jobs])
-        self._jobs.clear()
-        if self._loader is not None:
-            self._loader.close()
-        self._switching.close()
+        with self._switching:  # put back however this ends
+            for task in list(self._tasks):
+                task.cancel()
+            # A copy that runs cannot be stopped, and it writes staging: it is waited for, never cancelled (I-3).
+            await asyncio.gather(*self._tasks, *self._copies, return_exceptions=True)
+            while self._apply_task is not None and not self._apply_task.done():
+                await asyncio.wait([self._apply_task])
+            self._let_go([job for jobs in self._jobs.values() for job in jobs])
+            self._jobs.clear()
+            if self._loader is not None:
+                self._loader.close()
 
     def read_error(self) -> Exception | None:
         """The first failure of a READ that nothing took the place of, if there is one."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from eplb_async.bench.work import Turn, Work
 
-__all__ = ["Contender"]
+__all__ = ["Contender", "Spinning", "Stopwatch"]
 
 
 class Contender:
@@ -57,6 +57,25 @@ class Contender:
 
     async def close(self) -> None:
         """Give everything back."""
+
+
+class Spinning(Contender):
+    """One whose agent lives only during its turns: its progress thread takes a core, which no other should miss."""
+
+    async def open(self) -> None:
+        """Allocate what is read into."""
+        self._buffers = self.work.buffers()
+
+    async def verify(self) -> int:
+        """A verified turn, with an agent for it."""
+        await self.ready()
+        wrong = await super().verify()
+        await self.rest()
+        return wrong
+
+    async def close(self) -> None:
+        """Give the buffers back."""
+        self._buffers.clear()
 
 
 class Stopwatch:

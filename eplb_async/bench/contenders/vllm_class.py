@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from eplb_async.bench.contenders.base import Contender, Stopwatch
+from eplb_async.bench.contenders.base import Spinning, Stopwatch
 from eplb_async.bench.work import Turn, Work
 
 __all__ = ["VllmClass"]
@@ -25,7 +25,7 @@ _MODULE = "vllm.distributed.eplb.eplb_communicator"
 _TAKES = {"cpu_group", "all_expert_weights", "expert_buffer"}
 
 
-class VllmClass(Contender):
+class VllmClass(Spinning):
     """As vLLM's engine drives it: context, receives and ``execute`` for each layer, then the copy into the rows."""
 
     name = "vllm"
@@ -42,8 +42,8 @@ class VllmClass(Contender):
         return f"this vllm's NixlEplbCommunicator takes no {', '.join(sorted(missing))}" if missing else ""
 
     async def open(self) -> None:
+        await super().open()
         self._module = importlib.import_module(_MODULE)
-        self._buffers = self.work.buffers()
 
     async def ready(self) -> None:
         module, work = self._module, self.work
@@ -75,12 +75,3 @@ class VllmClass(Contender):
         self.work.group.barrier()
         del self._communicator
         gc.collect()  # its agent's thread spins until the last reference is gone
-
-    async def verify(self) -> int:
-        await self.ready()
-        wrong = await super().verify()
-        await self.rest()
-        return wrong
-
-    async def close(self) -> None:
-        self._buffers.clear()

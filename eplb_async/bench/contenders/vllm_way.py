@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from eplb_async.bench.contenders.base import Contender, Stopwatch
+from eplb_async.bench.contenders.base import Spinning, Stopwatch
 from eplb_async.bench.contenders.link import agent_name, exchange, remote
 from eplb_async.bench.work import Fetch, Turn
 from eplb_async.nixl.bindings import load
@@ -24,13 +24,10 @@ _PAUSE = 0.0005
 _TIMEOUT = 60.0
 
 
-class VllmWay(Contender):
-    """Its agent lives only during its turns: the progress thread takes a core, which no other should miss."""
+class VllmWay(Spinning):
+    """See the module."""
 
     name = "vllm_way"
-
-    async def open(self) -> None:
-        self._buffers = self.work.buffers()
 
     async def ready(self) -> None:
         work = self.work
@@ -105,12 +102,3 @@ class VllmWay(Contender):
         self._agent.deregister_memory(self._registered)
         del self._agent
         gc.collect()  # what still refers to the agent keeps its thread spinning
-
-    async def verify(self) -> int:
-        await self.ready()
-        wrong = await super().verify()
-        await self.rest()
-        return wrong
-
-    async def close(self) -> None:
-        self._buffers.clear()
