@@ -49,7 +49,7 @@ class EpochRun:
         on_failed: Called once, with the first failure.
         on_applied: Called with each layer that has been applied.
         on_retry: Called with a layer, the experts that failed, their source, the new one, and the failure.
-        after_apply: Awaited with each layer once it is applied, before a step may run with it; ``None`` for nothing.
+        after_apply: Awaited with each layer once it is applied, before a step may run with it.
         steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
     """
 
@@ -74,7 +74,7 @@ class EpochRun:
         on_failed: Callable[[Exception], object],
         on_applied: Callable[[int], object],
         on_retry: Callable[[int, Sequence[int], int, int, Exception], object],
-        after_apply: Callable[[int], Awaitable[object]] | None = None,
+        after_apply: Callable[[int], Awaitable[object]],
         steps: Steps | None = None,
     ) -> None:
         self.plan = plan
@@ -386,8 +386,7 @@ class EpochRun:
             self._applied += 1
             self._freed.set()
             self._on_applied(layer)
-            if self._after_apply is not None:
-                await self._after_apply(layer)
+            await self._after_apply(layer)
             if self._steps is not None:
                 self._steps.applied(layer)
                 self._vote()

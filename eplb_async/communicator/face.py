@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import threading
 import warnings
@@ -13,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import torch
 
+from eplb_async.communicator.listeners import AppliedCallback, Listeners
 from eplb_async.communicator.loading import Loader, LoadExpert, refuse_inside
 from eplb_async.communicator.opener import Opener
 from eplb_async.communicator.owner import checked_version, chosen_layers
@@ -46,7 +46,7 @@ class AsyncEplbCommunicator:
         session: Session,
         weights: ExpertWeights,
         store: Rendezvous | None,
-        on_layer_applied: Callable[[int, Placement], object] | None = None,
+        on_layer_applied: AppliedCallback | None = None,
     ) -> None:
         self._engine = engine
         self._session = session
@@ -59,15 +59,10 @@ class AsyncEplbCommunicator:
         self._closed = False
         self._closing: asyncio.Future[tuple[str, ...]] | None = None
         self._steps = session.steps
+        self._listeners = Listeners()
+        session.listeners = weakref.ref(self._listeners)
         if on_layer_applied is not None:
-            self._on_layer_applied, context = on_layer_applied, contextvars.copy_context()
-            me = weakref.ref(self)  # what the callback holds may hold this: the engine thread must not keep it alive
-
-            def tell(layer: int, placement: Placement) -> None:
-                if (comm := me()) is not None:
-                    context.run(comm._on_layer_applied, layer, placement)
-
-            session.on_layer_applied = tell
+            self._listeners.add(on_layer_applied, "on_layer_applied")
 
     @classmethod
     def open(
@@ -83,7 +78,7 @@ class AsyncEplbCommunicator:
         staging: int | torch.Tensor | None = None,
         settings: Settings | None = None,
         timeout: float | None = None,
-        on_layer_applied: Callable[[int, Placement], object] | None = None,
+        on_layer_applied: AppliedCallback | None = None,
         engine: LoopEngine | None = None,
         native: NativeFactory = real,
     ) -> Opening[AsyncEplbCommunicator]:
@@ -449,6 +444,23 @@ class AsyncEplbCommunicator:
         if self._steps is None:
             raise RuntimeError("layers are applied at once; open with Settings(activation='step'), on every rank")
         return self._steps
+
+    def on_applied(self, callback: AppliedCallback) -> Callable[[], None]:
+        """Have one more callback told of each layer that is applied, as ``open(on_layer_applied=…)`` is.
+
+        ``callback(layer, placement)`` runs in the thread that copies, on the server's stream on CUDA, after the rows
+        and :attr:`placement` have changed and before a step or a user (:meth:`using`) comes to the layer. It holds the
+        apply up, so it is short, and it must not wait for a migration or for the layer. Callbacks run in the order
+        they were added, each in a copy of the context it was added in. What one raises is logged and counted
+        (``health().callback_errors``), and the others run all the same. Thread-safe.
+
+        Returns:
+            Stops telling it. The call that runs in that moment is not waited for; again it does nothing.
+
+        Raises:
+            TypeError: It cannot be called.
+        """
+        return self._listeners.add(callback)
 
     @property
     def placement(self) -> Placement:

@@ -72,7 +72,7 @@ class Health:
         step: The last step that the engine began; 0 before the first, and where layers are not applied at steps.
         due: The step before which each layer that is committed and not applied is to be applied, by layer.
         behind: Ranks that have come least far among the steps, as far as is known, while a layer waits for its step.
-        callback_errors: How often ``on_layer_applied`` has raised.
+        callback_errors: How often ``on_layer_applied`` and callbacks of ``on_applied`` have raised.
         half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.

@@ -19,6 +19,7 @@ from eplb_async.communicator.entrance import Entrance
 from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.job import room_for
+from eplb_async.communicator.listeners import Listeners
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.meetings import Meetings
 from eplb_async.communicator.members import Identity, Roster, memory_of
@@ -88,7 +89,7 @@ class Session:
         self.version = 0
         self.met_seconds: dict[int, float] = {}
         self.throttle = Throttle(settings.max_bytes_per_second)
-        self.on_layer_applied: Callable[[int, Placement], object] | None = None
+        self.listeners: Callable[[], Listeners | None] = lambda: None
         self.callback_errors = 0
         self._engine = engine
         self._copier = copier
@@ -457,21 +458,24 @@ class Session:
             on_failed=failed,
             on_applied=applied,
             on_retry=retried,
-            after_apply=None if self.on_layer_applied is None else self._tell_applied,
+            after_apply=self._tell_applied,
             steps=self.steps,
         )
 
     async def _tell_applied(self, layer: int) -> None:
         """Have the caller's routing tables follow, before a step runs with the layer."""
-        callback, placement = self.on_layer_applied, self.placement
-        if callback is None:
+        listeners, placement = self.listeners(), self.placement
+        if not listeners:
             return
+        failed: list[tuple[str, Exception]] = []
         try:
-            await self._copier.call(lambda: callback(layer, placement))
-        except Exception as error:
+            await self._copier.call(lambda: failed.extend(listeners.tell(layer, placement)))
+        except Exception as error:  # what the callbacks have queued failed
+            failed.append(("what on_layer_applied began", error))
+        for name, why in failed:
             self.callback_errors += 1
-            self.driver.last_error = f"on_layer_applied failed for layer {layer}: {describe(error)}"
-            _log.exception("on_layer_applied failed for layer %d, which is applied", layer)
+            self.driver.last_error = f"{name} failed for layer {layer}: {describe(why)}"
+            _log.error("%s failed for layer %d, which is applied", name, layer, exc_info=why)
 
     def _make_steps(self) -> Steps:
         settings = self.settings
