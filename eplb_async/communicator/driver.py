@@ -17,6 +17,7 @@ from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.chatter import Chatter
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.communicator.steps import Steps
+from eplb_async.communicator.using import Users
 from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
@@ -51,6 +52,7 @@ class Driver:
         roster: Members introduced so far.
         num_layers: Layers of a migration.
         steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
+        users: Who uses which layer, if an apply waits for them.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Driver:
         roster: Roster,
         num_layers: int,
         steps: Steps | None = None,
+        users: Users | None = None,
     ) -> None:
         self.identity = identity
         self.steps = steps
+        self._users = users
         self.roster = roster
         self.settings = settings
         self.degraded: dict[int, str] = {}
@@ -303,6 +307,8 @@ class Driver:
         self.over = why
         if self.steps is not None:
             self.steps.end(why)
+        if self._users is not None:
+            self._users.end(why)
         if why != "closed":
             self.last_error = why
             _log.error("this rank is out of the group, which goes on without it: %s", why)
@@ -386,7 +392,7 @@ class Driver:
             elif self.identity.rank in protocol.leaving:
                 return "closing"
             elif phase is Phase.IDLE and self.attempt is not None:
-                if self.steps is not None and self.steps.waiting:
+                if (self.steps is not None and self.steps.waiting) or (self._users is not None and self._users.waiting):
                     return "activating"
                 phase = Phase.SETTLING
             elif phase is Phase.IDLE and protocol.view_changing:
