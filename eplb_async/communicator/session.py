@@ -47,6 +47,7 @@ from eplb_async.errors import (
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous
 from eplb_async.settings import Settings
+from eplb_async.telemetry.emitter import Emitter
 from eplb_async.weights import Copier, Digester, ExpertWeights, Staging, make_buffers, pack
 
 _log = logging.getLogger("eplb_async.communicator")
@@ -67,6 +68,7 @@ class Session:
         copier: Copies rows.
         staging: Bytes, or the caller's buffer; ``None`` for the default.
         native: Makes native agents.
+        emitter: Tells a hook what happens; ``None`` if nobody wants to know.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Session:
         copier: Copier,
         staging: int | torch.Tensor | None,
         native: NativeFactory,
+        emitter: Emitter | None = None,
     ) -> None:
         self.placement = placement
+        self.emitter = emitter
         self.settings = settings
         self.weights = weights
         self.version = 0
