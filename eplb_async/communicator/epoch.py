@@ -23,6 +23,7 @@ from eplb_async.engine import LoopEngine
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
 from eplb_async.switching import shorter
+from eplb_async.telemetry.emitter import Emit
 from eplb_async.weights import ENTRY_NAME, Copier, Copy, Digester, ExpertWeights, Staging, Wanted, wrong_rows
 from eplb_async.weights.entries import entry_rows
 
@@ -50,6 +51,7 @@ class EpochRun:
         on_applied: Called with each layer that has been applied.
         on_retry: Called with a layer, the experts that failed, their source, the new one, and the failure.
         after_apply: Awaited with each layer once it is applied, before a step may run with it; ``None`` for nothing.
+        emit: Told of each READ that has ended; ``None`` if nobody wants to know.
         steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
     """
 
@@ -75,6 +77,7 @@ class EpochRun:
         on_applied: Callable[[int], object],
         on_retry: Callable[[int, Sequence[int], int, int, Exception], object],
         after_apply: Callable[[int], Awaitable[object]] | None = None,
+        emit: Emit | None = None,
         steps: Steps | None = None,
     ) -> None:
         self.plan = plan
@@ -123,6 +126,7 @@ class EpochRun:
             deadline=deadline,
             traffic=self.traffic,
             spawn=self._spawn,
+            emit=emit,
         )
 
     def start(self) -> None:

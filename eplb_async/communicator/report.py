@@ -76,6 +76,9 @@ class Health:
         half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.
+        group: Name of the group.
+        polls: Native polls so far.
+        telemetry_errors: How often the telemetry hook has raised; the first time is in the log.
     """
 
     phase: str
@@ -109,6 +112,9 @@ class Health:
     half_written: tuple[int, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     last_error: str = ""
+    group: str = "default"
+    polls: int = 0
+    telemetry_errors: int = 0
 
     def __str__(self) -> str:
         left = "" if self.seconds_left is None else f" ({self.seconds_left:.1f} s left)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -31,6 +32,10 @@ class Emitter:
     def __init__(self, hook: Hook, *, group: str, rank: int) -> None:
         if not callable(hook):
             raise TypeError(f"telemetry={hook!r} cannot be called; give a function of one event, or a hook")
+        if inspect.iscoroutinefunction(hook):
+            raise TypeError(
+                f"telemetry={hook!r} would have to be awaited; it is called, so it must be a plain function"
+            )
         self.find: Callable[[], Hook | None] = lambda: hook
         self.errors = 0
         self._group = group
@@ -45,7 +50,9 @@ class Emitter:
         try:
             # A copy: one context cannot be entered by two threads, or again by what the hook calls.
             self._context.copy().run(hook, Event(name, self._group, self._rank, time.time(), fields))
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # also what asyncio would take for a cancel or an exit of its own
             self.errors += 1
             if self.errors == 1:
                 _log.exception(
