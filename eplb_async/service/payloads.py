@@ -19,7 +19,19 @@ from eplb_async.core.text import one_line
 from eplb_async.errors import EplbError, PlacementError
 from eplb_async.service.report import Outcome
 
-__all__ = ["TOPIC", "Ask", "Declined", "Loads", "Message", "PayloadError", "Refused", "Verdict", "Want", "Why", "decode"]
+__all__ = [
+    "TOPIC",
+    "Ask",
+    "Declined",
+    "Loads",
+    "Message",
+    "PayloadError",
+    "Refused",
+    "Verdict",
+    "Want",
+    "Why",
+    "decode",
+]
 
 TOPIC = 1
 """The service's topic in ``comm.mail``."""

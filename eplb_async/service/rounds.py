@@ -443,7 +443,9 @@ class Rounds:
         self._send(sender, Declined(term=self.term, round=want.round, outcome=outcome, reason=reason))
 
     def _too_soon(self, now: float) -> str:
-        return f"the last migration ended less than {self.min_interval:g} s ago; {self._not_before - now:.1f} s are left"
+        return (
+            f"the last migration ended less than {self.min_interval:g} s ago; {self._not_before - now:.1f} s are left"
+        )
 
     # --------------------------------------------------------------------------------------- on any rank
     def _move(self, current: _Round, verdict: Verdict) -> None:

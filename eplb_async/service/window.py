@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from eplb_async.core.placement import Placement
-from eplb_async.service.counts import By, Floats, as_counts, as_experts, infer
+from eplb_async.service.counts import Floats
 
 __all__ = ["LoadWindow"]
 
