@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from eplb_async.core.messages import Word
-from eplb_async.core.wire import MAX_WORD
-from eplb_async.core.words import MAX_MAIL, num_parts
+from eplb_async.core.words import MAX_MAIL, cut
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import CommunicatorBusy
 
@@ -31,32 +30,13 @@ class _Letter:
 
     topic: int
     payload: bytes
-    serial: int = 0
-    sent: int = 0
-    """Parts of it that are on their way."""
+    words: Iterator[Word] | None = None
+    """Those that are still to be sent, once it is its turn."""
 
     @property
     def cost(self) -> int:
         """Bytes that it counts for."""
         return len(self.payload) + _ENVELOPE
-
-    @property
-    def parts(self) -> int:
-        """How many words it takes."""
-        return num_parts(len(self.payload))
-
-    def next_word(self, serial: int) -> Word:
-        """The next part of it; ``serial`` is its number if that is the first."""
-        self.serial = self.serial or serial
-        at = self.sent * MAX_WORD
-        self.sent += 1
-        return Word(
-            topic=self.topic,
-            serial=self.serial,
-            part=self.sent - 1,
-            parts=self.parts,
-            data=self.payload[at : at + MAX_WORD],
-        )
 
 
 @dataclass(slots=True)
@@ -171,12 +151,14 @@ class Outbox:
     def _send_one(self, rank: int, line: _Line) -> None:
         """Send the next word of a line, and put the line where it belongs then."""
         letter = line.letters[0]
-        word = letter.next_word(self._serial + 1)
-        self._serial = max(self._serial, word.serial)
+        if letter.words is None:
+            self._serial += 1
+            letter.words = cut(letter.payload, topic=letter.topic, serial=self._serial)
+        word = next(letter.words)
         line.unheard += len(word.data) + _ENVELOPE
         goes = self._send(rank, word)
         with self._lock:
-            if not goes or letter.sent == letter.parts:
+            if not goes or word.part == word.parts - 1:
                 line.letters.popleft()
                 line.waiting -= letter.cost
             if line.unheard >= _WINDOW:

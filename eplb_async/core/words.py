@@ -6,6 +6,7 @@ A peer is believed nothing: what it can make this rank keep is one unfinished me
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from eplb_async.core.messages import Word
 from eplb_async.core.wire import MAX_PARTS, MAX_WORD
@@ -14,9 +15,12 @@ MAX_MAIL = MAX_PARTS * MAX_WORD
 """Bytes of the largest message."""
 
 
-def num_parts(nbytes: int) -> int:
-    """How many words a message of that size takes; an empty one takes one too."""
-    return max(1, -(-nbytes // MAX_WORD))
+def cut(payload: bytes, *, topic: int, serial: int) -> Iterator[Word]:
+    """Cuts a message into words, the next when it is asked for; an empty one is one word too."""
+    parts = max(1, -(-len(payload) // MAX_WORD))
+    for part in range(parts):
+        at = part * MAX_WORD
+        yield Word(topic=topic, serial=serial, part=part, parts=parts, data=payload[at : at + MAX_WORD])
 
 
 class _Half:
@@ -87,7 +91,7 @@ class Assembly:
 
 
 def _is_well_cut(word: Word) -> bool:
-    """Whether a word is as `num_parts` cuts: all parts but the last are full, and none is empty but of an empty one."""
+    """Whether a word is as `cut` makes it: all parts but the last are full, and none is empty but of an empty one."""
     if word.part >= word.parts:
         return False
     if word.part < word.parts - 1:
