@@ -123,6 +123,7 @@ class Driver:
             engine.loop,
             idle_tick=settings.idle_tick,
             members=self._watched,
+            greet=self._greet,
             ping=self._ping,
             degraded=self.degraded,
         )
@@ -141,13 +142,17 @@ class Driver:
         self.standing = self._stand()
 
     # -------------------------------------------------------------------------------------- what goes in
-    def notification(self, agent: str, data: bytes) -> None:
-        """A notification came: drop it and count why, or hand it on (I-8)."""
+    def notification(self, agent: str, data: bytes) -> bool:
+        """A notification came: drop it and count why, or hand it on (I-8).
+
+        Returns:
+            Whether nothing is likely to follow: somebody is here.
+        """
         try:
             message = self._codec.decode(data)
         except WireError as error:
             self.dropped[error.kind] += 1
-            return
+            return False
         me = self.identity
         if message.sender == me.rank or start_of(message.receiver_incarnation) != start_of(me.incarnation):
             self.dropped["another incarnation"] += 1
@@ -160,6 +165,7 @@ class Driver:
             self._early_of[message.sender] += 1
         else:
             self.dropped["early"] += 1
+        return isinstance(message, messages.Pong)
 
     def start(self) -> None:
         """This rank has met its peers: from now on it counts what they say, and what became of them.
@@ -274,11 +280,13 @@ class Driver:
 
     def send(self, to: int, message: messages.Message) -> None:
         """Send a control message; a failure to is no error here, a disconnect is proof (rule 6)."""
+        if self._chatter.is_due(to, message, self._engine.loop.time()):
+            self._hand_over(to, message)
+
+    def _hand_over(self, to: int, message: messages.Message) -> None:
         member = self.roster.get(to)
         if member is None or self.endpoint is None or self.endpoint.closed:
             self.dropped["unsendable"] += 1
-            return
-        if not self._chatter.is_due(to, message, self._engine.loop.time()):
             return
         small_talk = isinstance(message, messages.Ping | messages.Pong)
         if self.steps is not None and isinstance(message, messages.Ping | messages.Pong):
@@ -315,6 +323,10 @@ class Driver:
 
     def _ping(self, to: int) -> None:
         self.send(to, messages.Ping(term=self.protocol.term))
+
+    def _greet(self, to: int) -> None:
+        """Say that this rank is here; unlike an answer, which may be spared, that is always sent."""
+        self._hand_over(to, messages.Pong(term=self.protocol.term))
 
     def watch_every(self, seconds: float) -> None:
         """Ping all members at this interval; 0 for never."""

@@ -1,4 +1,8 @@
-"""Pings to all members also while nothing is waited for: who has died is noticed, and who is silent is named."""
+"""A word to all members also while nothing is waited for: who has died is noticed, and who is silent is named.
+
+A member that was heard since the last time is told that this rank is here, which asks for no answer: where all watch,
+that is one message for each pair and direction. Only one that was not heard is pinged.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection
+
+from eplb_async.core.views import bit, names
 
 _log = logging.getLogger("eplb_async.watch")
 _LEAST, _MOST = 0.05, 3600.0
@@ -29,13 +35,14 @@ def checked_interval(seconds: float) -> float:
 class Watch:
     """Off until :meth:`set`. Runs on the engine loop.
 
-    Silence is counted in pings, not in seconds: a rank that stood still itself takes nobody for silent.
+    Silence is counted in rounds, not in seconds: a rank that stood still itself takes nobody for silent.
 
     Args:
         loop: The engine loop.
         idle_tick: Longest pause of an idle rank between two looks for messages.
         members: The members that are not known gone, without this rank.
-        ping: Pings a rank.
+        greet: Tells a rank that this one is here.
+        ping: Asks a rank whether it is.
         degraded: Where it is noted who is silent.
     """
 
@@ -45,24 +52,26 @@ class Watch:
         *,
         idle_tick: float,
         members: Callable[[], Collection[int]],
+        greet: Callable[[int], object],
         ping: Callable[[int], object],
         degraded: dict[int, str],
     ) -> None:
         self._loop = loop
         self._idle_tick = idle_tick
         self._members = members
+        self._greet = greet
         self._ping = ping
         self._degraded = degraded
         self._seconds = 0.0
         self._patience = 0
         self._unheard: dict[int, int] = {}
-        """Pings that each member was sent since it was heard."""
+        """Rounds since each member was heard."""
         self._silent: dict[int, str] = {}
         """As noted in ``degraded``."""
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """Ping all members now and every so many seconds; 0 for never."""
+        """Send to all members now and every so many seconds; 0 for never."""
         self.stop()
         self._seconds = seconds
         if seconds:
@@ -75,10 +84,10 @@ class Watch:
         self._unheard.pop(rank, None)
         if rank in self._silent:
             self._forget(rank)
-            _log.warning("rank %d is heard again", rank)
+            _log.info("rank %d is heard again", rank)
 
     def stop(self) -> None:
-        """Ping nobody any more."""
+        """Send nothing any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -93,26 +102,27 @@ class Watch:
             del self._unheard[rank]
             if rank in self._silent:
                 self._forget(rank)
+        fresh = 0
         for rank in members:
             unheard = self._unheard.get(rank, 0)
             if unheard >= self._patience:
-                self._note(rank, unheard * self._seconds)
+                fresh |= self._note(rank, unheard * self._seconds)
             self._unheard[rank] = unheard + 1
-            self._ping(rank)
-
-    def _note(self, rank: int, seconds: float) -> None:
-        """A member is silent."""
-        known = self._silent.get(rank)
-        if known is None:
+            (self._ping if unheard else self._greet)(rank)
+        if fresh:
             _log.warning(
-                "rank %d has not been heard for %.1f s. Next: see whether its process is stopped or its host cut off; "
-                "migrations wait for it, and exclude(%d) says that it is dead",
-                rank,
-                seconds,
-                rank,
+                "not heard for %.1f s: %s. Next: see whether the process is stopped, or a host cut off, which may be "
+                "this one; migrations wait for it, and exclude(rank) says that a rank is dead",
+                self._patience * self._seconds,
+                names(fresh),
             )
+
+    def _note(self, rank: int, seconds: float) -> int:
+        """A member is silent; returns the set of it, if it was not before."""
+        known = self._silent.get(rank)
         if self._degraded.get(rank) == known:
             self._degraded[rank] = self._silent[rank] = f"silent for {seconds:.1f} s"
+        return bit(rank) if known is None else 0
 
     def _forget(self, rank: int) -> None:
         text = self._silent.pop(rank)

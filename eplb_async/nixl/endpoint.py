@@ -44,7 +44,8 @@ class Endpoint:
         engine: The engine loop that owns it; the constructor runs there too.
         settings: Limits and pace.
         native: Makes the native agent.
-        on_notification: Called with (peer name, message); never awaited, must not raise.
+        on_notification: Called with (peer name, message); never awaited, must not raise. It returns True if nothing is
+            likely to follow, so that an idle agent need not look often for a while.
         on_disconnect: Called with a peer's name, once, when NIXL says that it is gone.
         on_end: Called when a READ has ended and its memory is free.
     """
@@ -182,7 +183,7 @@ class Endpoint:
 
     def look(self) -> bool:
         """Poll once, now: take completions and notifications, and fail what is overdue; returns if there were any."""
-        return self._lap() is Progress.SURE
+        return self._lap() is Progress.SURE or bool(self._arrived)
 
     def abandon(self, transfer: Transfer) -> None:
         """Its awaiter is gone: keep handle and memory until the READ has ended (I-3)."""
@@ -273,12 +274,12 @@ class Endpoint:
         heard = self._hear()
         if heard:
             self._flights.stir()
-        if self._flights.lap() or heard:
+        if self._flights.lap():
             return Progress.SURE
-        return Progress.MAYBE if self.native.moved else Progress.NONE
+        return max(heard, Progress.MAYBE) if self.native.moved else heard
 
-    def _hear(self) -> bool:
-        """Hand on some of the notifications that have come; returns whether there were any.
+    def _hear(self) -> Progress:
+        """Hand on some of the notifications that have come; surely there were some, or only such as nothing follows.
 
         Bounded, and one peer after the other: however many one of them sends, READs are polled, the others are
         heard, and what does not fit is dropped and counted.
@@ -286,11 +287,12 @@ class Endpoint:
         for peer, message in self.native.notifications():
             self._arrived.put(peer, message)
         count = nbytes = 0
+        heard = Progress.NONE
         while count < _LAP_MESSAGES and nbytes < _LAP_BYTES and (item := self._arrived.take()) is not None:
             count += 1
             nbytes += len(item[1])
-            self._on_notification(*item)
-        return count > 0
+            heard = max(heard, Progress.MAYBE if self._on_notification(*item) is True else Progress.SURE)
+        return Progress.SURE if count == _LAP_MESSAGES or nbytes >= _LAP_BYTES else heard
 
     def _is_active(self) -> bool:
         return self._served > 0 or self._flights.is_active
