@@ -74,7 +74,6 @@ class AttachedCounter:
         self._kind, self._columns = infer(self._tensor.shape, placement, by, rank)
         self._seen = self._slots_of(placement)
         self._slots = self._seen.copy()
-        self._differed = np.zeros(placement.num_layers, dtype=bool)
         self._num_logical = placement.num_logical
         self._lock = threading.Lock()  # microseconds; what follows is changed under it
         self._collecting = threading.Lock()  # one collect() at a time; it alone uses the snapshot
@@ -148,9 +147,10 @@ class AttachedCounter:
             seen = self._slots_of(self._where())
             with self._lock:
                 self._fold()
-                # The snapshot of a layer that was closed after it was begun may have counts of both placements.
-                self._count(np.flatnonzero(self._times_closed == times_closed), now)
-                self._follow(seen, self._times_closed == times_closed)
+                same = self._times_closed == times_closed
+                layers = np.flatnonzero(same)  # of others the snapshot may have counts of two placements
+                self._add(layers, now[layers], self._slots[layers])
+                self._follow(seen, same)
                 pending, self._pending = self._pending, np.zeros_like(self._pending)
                 return pending
         finally:
@@ -175,9 +175,6 @@ class AttachedCounter:
             self._add(layers, closing.row.numpy()[None], closing.slots[None])
             self._spare.append(closing.row)
 
-    def _count(self, layers: NDArray[np.intp], now: NDArray[Any]) -> None:
-        self._add(layers, now[layers], self._slots[layers])
-
     def _add(self, layers: NDArray[np.intp], now: NDArray[Any], slots: NDArray[np.int32]) -> None:
         """Count what has come to some layers since the last look: rows ``now``, of the experts in ``slots``."""
         come, reset = _come(self._base[layers], now)
@@ -197,11 +194,10 @@ class AttachedCounter:
             self._dropped += dropped
 
     def _follow(self, seen: NDArray[np.int32], same: NDArray[np.bool_]) -> None:
-        """Take over where experts are, in layers that have differed twice: no apply tells of those any more."""
-        differs = (seen != self._slots).any(axis=1) & same
-        known = differs & self._differed & (seen == self._seen).all(axis=1)
+        """Take over where experts are, of layers that were seen like that twice: no apply tells of those any more."""
+        known = same & (seen != self._slots).any(axis=1) & (seen == self._seen).all(axis=1)
         self._slots[known] = seen[known]
-        self._differed, self._seen = differs & ~known, seen
+        self._seen = seen
 
     # ---------------------------------------------------------------------------------------------------- memory
     def _copy_all(self, behind: tuple[_Closing, ...], *, timeout: float) -> NDArray[Any]:

@@ -37,7 +37,14 @@ class Engine:
         self.tensor = np.full((LAYERS, WIDTHS[by]), start, dtype=dtype)
         self.right = np.zeros((LAYERS, EXPERTS))
         self.on_empty = 0.0
-        self.counter = AttachedCounter(self.tensor, lambda: self.placement, by=by, rank=self.rank)
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.counter = AttachedCounter(self.tensor, self.where, by=by, rank=self.rank)
+
+    def where(self) -> Placement:
+        """What is true now may be so no more when it is looked at."""
+        now = self.placement
+        self.meanwhile()
+        return now
 
     def slots(self) -> np.ndarray:
         if self.by == "experts":
@@ -92,13 +99,14 @@ def test_every_count_is_collected_once_under_its_expert(data: st.DataObject) -> 
                 engine.apply(int(rng.integers(0, LAYERS)), placed(rng))
 
     some = st.lists(st.sampled_from(["step", "apply"]), max_size=4)
-    meanwhile: list[list[str]] = [[], []]
+    meanwhile: list[list[str]] = [[], [], []]
+    engine.meanwhile = lambda: act(meanwhile[2])
     hooked(engine.counter, lambda: act(meanwhile[0]), lambda: act(meanwhile[1]))
     for _ in range(data.draw(st.integers(0, 6))):
         act(data.draw(some))
-        meanwhile = [data.draw(some), data.draw(some)]
+        meanwhile = [data.draw(some) for _ in range(3)]
         collected += engine.counter.collect()
-    meanwhile = [[], []]
+    meanwhile = [[], [], []]
     collected += engine.counter.collect()
     np.testing.assert_array_equal(collected, engine.right)
     assert engine.counter.dropped == engine.on_empty

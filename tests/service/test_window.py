@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from eplb_async.core.placement import Placement
 from eplb_async.errors import PlacementError
 from eplb_async.policy import rebalance_experts
 from eplb_async.service.balance import balancedness, layer_balancedness
+from eplb_async.service.counts import as_experts
 from eplb_async.service.window import LoadWindow
 from eplb_async.testing.placements import random_placement
 
@@ -230,6 +232,24 @@ def test_buckets_hold_two_arrays_however_often_the_placement_changes() -> None:
     arrays = [array for bucket in window._buckets for array in (bucket.slots, bucket.experts)]
     assert len(arrays) <= 2 * 9
     assert sum(array.nbytes for array in arrays) <= 9 * LAYERS * (8 + 5) * 8
+
+
+def test_a_step_recorded_during_a_look_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads and steps belong together; it is in the next."""
+    window = LoadWindow(PLACEMENT, steps=9)
+    ones = np.ones((LAYERS, 8))
+
+    def record_first(*args: Any) -> Any:
+        monkeypatch.undo()
+        window.record(ones, PLACEMENT)
+        return as_experts(*args)
+
+    window.record(ones, PLACEMENT)
+    monkeypatch.setattr("eplb_async.service.window.as_experts", record_first)
+    loads, covered = window.loads()
+    assert (loads.sum(axis=1) == 8 * covered).all()
+    assert covered == 1
+    assert window.loads()[0].sum() == LAYERS * 8 * 2
 
 
 def test_threads_lose_nothing_and_count_nothing_twice() -> None:
