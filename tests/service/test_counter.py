@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -191,17 +192,15 @@ async def test_a_migration_closes_each_layer_on_every_rank() -> None:
     """With communicators: what was counted before, at and after it is each expert's."""
     rng = np.random.default_rng(11)
     before, after = placed(rng), placed(rng)
-    engines: list[Engine] = []
-
-    def callback(rank: int) -> Callable[[int, Placement], object]:
-        return lambda layer, placement: applied(engines[rank], layer, placement)
 
     def applied(engine: Engine, layer: int, placement: Placement) -> None:
         engine.step(np.ones(engine.tensor.shape))  # what came in until this layer changed
         engine.apply(layer, placement)
 
-    async with LocalCluster(before, on_layer_applied=callback) as cluster:
-        engines += [Engine(before, "local", rank=rank) for rank in range(RANKS)]
+    async with LocalCluster(before) as cluster:
+        engines = [Engine(before, "local", rank=rank) for rank in range(RANKS)]
+        for comm, engine in zip(cluster.comms, engines, strict=True):
+            comm.on_applied(functools.partial(applied, engine))
         await cluster.migrate(after)
         for engine in engines:
             engine.step(np.ones(engine.tensor.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -32,10 +33,9 @@ def measure(*, quick: bool) -> dict[str, Any]:
     counts = rng.integers(0, 1000, (LAYERS, SLOTS))
     kinds: dict[str, Any] = {name: counts.astype(name) for name in ("int64", "int32", "float32", "float64")}
     kinds |= {f"torch {name}": torch.from_numpy(array) for name, array in kinds.items()}
-    found: dict[str, Any] = {
-        name: _percentiles(_timed(lambda given=given: window.record(given, old), calls))
-        for name, given in kinds.items()
-    }
+    found: dict[str, Any] = {}
+    for name, given in kinds.items():
+        found[name] = _percentiles(_timed(functools.partial(window.record, given, old), calls))
     found["int64, 4 threads"] = _percentiles(_together(lambda: window.record(counts, old), calls))
     migrating = [old.with_layers(new, upto) for upto in range(LAYERS + 1)]
     steps = iter([at for _ in range(calls // LAYERS + 1) for at in migrating[1:]])
