@@ -19,7 +19,7 @@ def layer_balancedness(loads: Any, placement: Placement) -> NDArray[np.float64]:
     Copies of an expert share its load evenly. A rank that holds no expert in any layer is out and does not count.
 
     Args:
-        loads: ``[num_layers, num_logical]``, such as :meth:`LoadWindow.loads` gives.
+        loads: ``[num_layers, num_logical]``, such as ``LoadWindow.loads`` gives.
         placement: Where the experts are or would be.
 
     Returns:

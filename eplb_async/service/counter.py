@@ -46,22 +46,25 @@ class AttachedCounter:
 
     ``remove = comm.on_applied(counter.applied)`` after making it: when a layer is applied, its row is copied before a
     step runs with the new placement, so every token counts for the expert that was in its slot. What has to be counted
-    is said in :class:`LoadWindow`. Counts before it was attached are no load.
+    is said in ``LoadWindow``. Counts before it was attached are no load.
 
     On CUDA the row is copied on the current stream and everything else on a stream of its own: no thread waits for the
-    engine's stream, and that waits for none. Attach before or after a graph is captured, not meanwhile.
+    engine's stream, and that waits for none. Only making it waits for the current stream. Attach before or after a graph
+    is captured, not meanwhile.
 
     Args:
         tensor: int32 or int64 counts, torch on CPU or CUDA, or numpy: ``[num_layers, width]``. It is read in place and
-            must stay where it is. It may wrap around, and may be set to zero: what had come to a row since the last
-            :meth:`collect` is then lost, and :attr:`resets` counts it.
+            must stay where it is. It may wrap around, if no number grows by a quarter of its range between two calls
+            of :meth:`collect`. It may be set to zero: what had come to a row since the last call is then lost, and
+            :attr:`resets` counts it.
         where: Says where the experts are, as ``lambda: comm.placement`` does. :meth:`collect` asks it, so that a change
             that no apply tells of (a rank that came back) is noticed by the second call after it.
-        by: What the columns are, as in :meth:`LoadWindow.record`.
+        by: What the columns are, as in ``LoadWindow.record``.
         rank: This rank, for counts of its own slots.
 
     Raises:
         ValueError: Another shape, dtype or kind of tensor, or a width that fits several kinds without ``by``.
+        TimeoutError: The device did not copy within a minute.
     """
 
     def __init__(

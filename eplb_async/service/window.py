@@ -135,7 +135,7 @@ class LoadWindow:
             np.add(target, floats, out=target)
 
     def add(self, loads: Any, steps: int) -> None:
-        """Count several steps at once that are by expert already, such as :meth:`AttachedCounter.collect` gives.
+        """Count several steps at once that are by expert already, such as ``AttachedCounter.collect`` gives.
 
         They are forgotten together. More than a bucket's steps at once make a bucket of their own.
 
