@@ -49,8 +49,8 @@ class AttachedCounter:
     is said in ``LoadWindow``. Counts before it was attached are no load.
 
     On CUDA the row is copied on the current stream and everything else on a stream of its own: no thread waits for the
-    engine's stream, and that waits for none. Only making it waits for the current stream. Attach before or after a graph
-    is captured, not meanwhile.
+    engine's stream, and that waits for none. Only making it waits for the current stream. Attach before or after a
+    graph is captured, not meanwhile.
 
     Args:
         tensor: int32 or int64 counts, torch on CPU or CUDA, or numpy: ``[num_layers, width]``. It is read in place and
