@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from eplb_async.core.placement import Placement
 from eplb_async.service.counts import By, Floats, as_experts, infer
+from eplb_async.service.reader import TensorReader
 
 __all__ = ["AttachedCounter"]
 
 _log = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,30 +69,22 @@ class AttachedCounter:
     def __init__(
         self, tensor: Any, where: Callable[[], Placement], *, by: str | None = None, rank: int | None = None
     ) -> None:
-        self._tensor = _checked(tensor)
-        self._stays = _identity(self._tensor)
+        self._reader = TensorReader(tensor)
         self._where = where
         placement = where()
-        self._kind, self._columns = infer(self._tensor.shape, placement, by, rank)
+        self._kind, self._columns = infer(self._reader.shape, placement, by, rank)
         self._seen = self._slots_of(placement)
         self._slots = self._seen.copy()
         self._num_logical = placement.num_logical
         self._lock = threading.Lock()  # microseconds; what follows is changed under it
-        self._collecting = threading.Lock()  # one collect() at a time; it alone uses the snapshot
         self._closings: deque[_Closing] = deque()
         self._times_closed = np.zeros(placement.num_layers, dtype=np.int64)
         self._pending: Floats = np.zeros((placement.num_layers, placement.num_logical))
         self._resets = 0
         self._dropped = 0.0
-        self._device = self._tensor.device if self._tensor.device.type == "cuda" else None
-        self._snapshot = self._host_memory(*self._tensor.shape)
-        rows = 1 if self._device is None else placement.num_layers  # allocating pinned memory may wait for the device
-        self._spare = list(self._host_memory(rows, self._tensor.shape[1]))
-        self._stream: Any = None
-        if self._device is not None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which makes the tensor, perhaps
-        self._base = self._copy_all((), timeout=60).copy()
+        self._collecting = threading.Lock()  # one collect() at a time
+        self._reader.start()
+        self._base = self._reader.whole((), timeout=60).copy()
 
     def applied(self, layer: int, placement: Placement) -> None:
         """Close a layer's row: what it holds was counted with the placement before this one. Takes microseconds.
@@ -108,15 +99,13 @@ class AttachedCounter:
             return
         now = self._slots_of(placement)[layer]
         with self._lock:
-            if _identity(self._tensor) != self._stays:
+            if self._reader.moved:
                 return  # collect() says so
             self._fold()
             before = self._slots[layer]
             if np.array_equal(before, now):
                 return
-            row = self._spare.pop() if self._spare else self._host_memory(self._tensor.shape[1])
-            row.copy_(self._tensor[layer], non_blocking=True)
-            event = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
+            row, event = self._reader.row(layer)
             self._closings.append(_Closing(layer, row, before.copy(), event))
             self._times_closed[layer] += 1
             self._slots[layer] = now
@@ -141,12 +130,13 @@ class AttachedCounter:
             raise TimeoutError(f"another collect() has not ended within {timeout:g} s")
         try:
             with self._lock:
-                if _identity(self._tensor) != self._stays:
+                if self._reader.moved:
                     raise ValueError(
                         "the counter's memory or shape is another than when it was attached; attach it again"
                     )
-                times_closed, behind = self._times_closed.copy(), tuple(self._closings)
-            now = self._copy_all(behind, timeout=max(0.0, deadline - time.monotonic()))
+                times_closed = self._times_closed.copy()
+                behind = [closing.event for closing in self._closings]
+            now = self._reader.whole(behind, max(0.0, deadline - time.monotonic()))
             seen = self._slots_of(self._where())
             with self._lock:
                 self._fold()
@@ -176,7 +166,7 @@ class AttachedCounter:
             closing = self._closings.popleft()
             layers = np.array([closing.layer])
             self._add(layers, closing.row.numpy()[None], closing.slots[None])
-            self._spare.append(closing.row)
+            self._reader.give_back(closing.row)
 
     def _add(self, layers: NDArray[np.intp], now: NDArray[Any], slots: NDArray[np.int32]) -> None:
         """Count what has come to some layers since the last look: rows ``now``, of the experts in ``slots``."""
@@ -202,51 +192,9 @@ class AttachedCounter:
         self._slots[known] = seen[known]
         self._seen = seen
 
-    # ---------------------------------------------------------------------------------------------------- memory
-    def _copy_all(self, behind: tuple[_Closing, ...], *, timeout: float) -> NDArray[Any]:
-        """The tensor as it is now, behind these closings."""
-        if self._device is None:
-            self._snapshot.copy_(self._tensor)
-        else:
-            for closing in behind:
-                self._stream.wait_event(closing.event)
-            with torch.cuda.stream(self._stream):
-                self._snapshot.copy_(self._tensor, non_blocking=True)
-            event = self._stream.record_event()
-            deadline = time.monotonic() + timeout
-            while not event.query():
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"{self._device} has not copied the counter within {timeout:g} s; call it again")
-                time.sleep(_LOOK_SECONDS)
-        return np.asarray(self._snapshot.numpy())
-
-    def _host_memory(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._tensor.dtype, pin_memory=self._device is not None)
-
     def _slots_of(self, placement: Placement) -> NDArray[np.int32]:
         """The experts in the slots that are counted, ``[num_layers, width]``; of counts by expert, no slot at all."""
         return placement.physical_to_logical_map[:, self._columns]
-
-
-def _checked(tensor: Any) -> torch.Tensor:
-    if isinstance(tensor, np.ndarray):
-        if tensor.dtype not in (np.int32, np.int64) or not tensor.flags.writeable:
-            what = f"an array of {tensor.dtype}" if tensor.flags.writeable else "a read-only array"
-            raise ValueError(f"the counter is {what}; it must be int32 or int64, and writable")
-        tensor = torch.from_numpy(tensor)
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"the counter is {type(tensor).__name__}; it must be a torch tensor or a numpy array")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"the counter has dtype {tensor.dtype}; it must be int32 or int64")
-    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"the counter is a {tensor.layout} tensor on {tensor.device}; it must be dense, on CPU or CUDA"
-        )
-    return tensor
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _come(before: NDArray[Any], now: NDArray[Any]) -> tuple[Floats, list[int]]:

@@ -72,15 +72,15 @@ class Engine:
 
 def hooked(counter: AttachedCounter, before: Callable[[], object], after: Callable[[], object]) -> None:
     """Have something happen while a collect is under way: before and after it copies."""
-    copy_all = counter._copy_all
+    whole = counter._reader.whole
 
     def copy(*args: Any, **how: Any) -> Any:
         before()
-        found = copy_all(*args, **how)
+        found = whole(*args, **how)
         after()
         return found
 
-    counter._copy_all = copy  # type: ignore[method-assign]
+    counter._reader.whole = copy  # type: ignore[method-assign]
 
 
 @given(data=st.data())
@@ -171,8 +171,9 @@ def test_rows_of_a_device_are_counted_when_their_copies_are_over(monkeypatch: py
     rng = np.random.default_rng(9)
     engine = Engine(placed(rng), "slots")
     counter, collected = engine.counter, np.zeros((LAYERS, EXPERTS))
-    counter._device, counter._stream = torch.device("cuda"), own_stream
-    monkeypatch.setattr(counter, "_host_memory", lambda *shape: torch.empty(shape, dtype=torch.int64))
+    reader = counter._reader
+    reader._device, reader._stream = torch.device("cuda"), own_stream
+    monkeypatch.setattr(reader, "_host_memory", lambda *shape: torch.empty(shape, dtype=torch.int64))
     for late in (True, False, True, True, False):
         for layer in (0, 1, 0, 2, 0):
             engine.step(rng.integers(0, 30, engine.tensor.shape))
@@ -316,7 +317,7 @@ def test_a_collect_that_is_stuck_holds_up_the_next_for_a_bounded_time() -> None:
     go_on.set()
     thread.join(60)
     assert failed
-    del engine.counter._copy_all  # the hook
+    del engine.counter._reader.whole  # the hook
     np.testing.assert_array_equal(engine.counter.collect(), engine.right)
 
 

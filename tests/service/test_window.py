@@ -245,7 +245,7 @@ def test_a_step_recorded_during_a_look_is_not_in_it(monkeypatch: pytest.MonkeyPa
         return as_experts(*args)
 
     window.record(ones, PLACEMENT)
-    monkeypatch.setattr("eplb_async.service.window.as_experts", record_first)
+    monkeypatch.setattr("eplb_async.service.bucket.as_experts", record_first)
     loads, covered = window.loads()
     assert (loads.sum(axis=1) == 8 * covered).all()
     assert covered == 1
