@@ -19,7 +19,7 @@ def layer_balancedness(loads: Any, placement: Placement) -> NDArray[np.float64]:
     Copies of an expert share its load evenly. A rank that holds no expert in any layer is out and does not count.
 
     Args:
-        loads: ``[num_layers, num_logical]``, such as :meth:`LoadWindow.loads` gives.
+        loads: ``[num_layers, num_logical]``, such as ``LoadWindow.loads`` gives.
         placement: Where the experts are or would be.
 
     Returns:
@@ -34,7 +34,8 @@ def layer_balancedness(loads: Any, placement: Placement) -> NDArray[np.float64]:
     of_ranks = rank_loads(loads, placement)
     slots = placement.physical_to_logical_map.reshape(placement.num_layers, placement.ep_size, -1)
     mean, peak = of_ranks[:, (slots >= 0).any(axis=(0, 2))].mean(axis=1), of_ranks.max(axis=1)
-    return np.divide(mean, peak, out=np.ones_like(peak), where=peak > 0)
+    even: NDArray[np.float64] = np.divide(mean, peak, out=np.ones_like(peak), where=peak > 0)
+    return even
 
 
 def balancedness(loads: Any, placement: Placement) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eplb_async.bench.probes import PROBES, alone, idle, latency, opening, planner, stopped
+from eplb_async.bench.probes import PROBES, alone, idle, latency, opening, planner, record, stopped
 from eplb_async.bench.probes.group import run, started
 
 
@@ -61,6 +61,15 @@ def test_the_planner_probe_plans_both_shapes() -> None:
     assert [(shape["slots"], shape["ranks"]) for shape in found["shapes"]] == [(320, 32), (512, 256)]
     assert all(shape["reads"] > 0 and shape["rank_batches"] > 0 < shape["plan_seconds"] for shape in found["shapes"])
     assert len(found["bars"]) == 2
+
+
+def test_the_record_probe_measures_every_kind_of_counts() -> None:
+    """The time is the bench's to judge."""
+    found = told(record, quick=True)
+    assert {"int64", "torch int32", "int64, 4 threads", "int64, a layer changes each step"} <= set(found["record"])
+    assert set(found["looks"]) == {"loads", "collect", "applied"}
+    assert all(0 < one["p50_us"] <= one["p99_us"] for part in ("record", "looks") for one in found[part].values())
+    assert len(found["bars"]) == 1
 
 
 def test_waiting_on_a_stopped_peer_polls_little_and_is_cancelled_at_once() -> None:
