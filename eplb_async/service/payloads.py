@@ -1,4 +1,4 @@
-"""What the services of a group say to each other: frozen records, and their bytes, checked before anything is made of them.
+"""What the services of a group say to each other: frozen records, and their bytes, which are checked before use.
 
 Every payload begins with version, kind, term and round; little-endian, and arrays as the bytes of their rows. Nothing
 here trusts a member: a payload that is not exactly what it should be is a :class:`PayloadError`, which says why.
