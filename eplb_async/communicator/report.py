@@ -44,8 +44,8 @@ class Health:
 
     Attributes:
         phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``activating`` (committed, waiting for
-            the step of the last layers, or their users), ``settling`` (ending), ``in_doubt``, ``view_change`` (no migration, but
-            members go), ``suspended``, ``closing``, ``closed`` or ``fenced``.
+            the step of the last layers, or their users), ``settling`` (ending), ``in_doubt``, ``view_change`` (no
+            migration, but members go), ``suspended``, ``closing``, ``closed`` or ``fenced``.
         seconds_in_phase: How long it has been in it.
         seconds_left: How long until the phase's deadline, below 0 once that has passed; ``None`` if it has none.
         rank: This rank.

@@ -379,9 +379,9 @@ class Session:
         in_use = {} if self.users is None else self.users.abandon()
         if self.driver.attempt is not None:
             self.driver.attempt.fail(CommunicatorClosed("closed while a migration was running"))
-            if self.driver.attempt.run is not None:
-                await self.driver.attempt.run.stop()
-                late += _in_the_way(in_use, self.driver.attempt.run.due)
+            if (run := self.driver.attempt.run) is not None:
+                await run.stop()
+                late += [] if self.steps is not None else _in_the_way(in_use, run.due)
         self.driver.over = self.driver.over or "closed"
         self.driver.note()
         left = await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
