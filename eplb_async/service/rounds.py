@@ -95,6 +95,7 @@ class Rounds:
         self._wants: dict[int, bool] = {}  # by ticket: forced or not; not served by the round that runs
         self._want_number = 0
         self._want_deadline: float | None = None
+        self._want_forced = False
         self._wanted_by: dict[int, Want] = {}  # as coordinator, while a round runs
         self._held: tuple[int, Ask] | None = None
         self._not_before = float("-inf")
@@ -135,6 +136,14 @@ class Rounds:
         return max(0.0, self._not_before - now)
 
     # ------------------------------------------------------------------------------------------ what goes in
+    def pause(self) -> list[Action]:
+        """This rank takes part in no round that begins from now on; set `paused` to False to end that."""
+        self.paused = True
+        why = f"rank {self.rank} is paused"
+        self._decline_all("paused", why)
+        self._end_wants("paused", why, (self.rank,))
+        return self._take()
+
     def view(self, term: int, members: Iterable[int], now: float) -> list[Action]:
         """There is another view."""
         chosen = tuple(sorted(members))
@@ -197,7 +206,7 @@ class Rounds:
         return self._take()
 
     def collected(self, number: int, answer: Loads, now: float) -> list[Action]:
-        """This rank's loads; the number of a round that is over does no harm."""
+        """This rank's loads, for a round that may be over; term and round are filled in."""
         current = self._round
         if current is not None and current.number == number and not current.answered:
             if current.stage == "asking":
@@ -205,7 +214,7 @@ class Rounds:
                 self._take_loads(current, self.rank, answer, now)
             elif current.stage == "asked" and self.coordinator is not None:
                 current.answered = True
-                self._send(self.coordinator, answer)
+                self._send(self.coordinator, replace(answer, term=self.term, round=number))
         return self._take()
 
     def decided(self, number: int, verdict: Verdict, now: float) -> list[Action]:
@@ -266,8 +275,8 @@ class Rounds:
     def close(self, reason: str, now: float) -> list[Action]:
         """This rank takes no part any more."""
         current = self._round
-        self._wanted_by.clear()
         self._held = None
+        self._decline_all("failed", f"rank {self.rank}: {reason}")
         self._end_wants("failed", reason)
         if current is not None and self.coordinator is not None:
             if current.stage in ("asking", "deciding"):
@@ -292,7 +301,7 @@ class Rounds:
             case Verdict() if sender == self.coordinator and self._runs(message, "asked"):
                 self._on_verdict(message, now)
             case Verdict(outcome="moved") if sender == self.coordinator and self._missed(message.round):
-                self._gave_up = 0
+                self._gave_up, self.number = 0, max(self.number, message.round)
                 self._refuse(message.round, Why.FAILED, "it does not wait for this round", all_members=True)
             case Declined() if sender == self.coordinator and message.round == self._want_number and self._wants:
                 self._want_deadline = None
@@ -335,17 +344,18 @@ class Rounds:
         elif current is not None and current.stage == "moving":
             self._held = (sender, ask)
         else:
-            if current is not None:
-                self._end("failed", f"the coordinator, rank {sender}, gave it up", now, ranks=(sender,), launch=False)
             self.number = ask.round
-            if self.paused:
-                self._refuse(ask.round, Why.PAUSED, f"rank {self.rank} is paused")
-                return
-            tickets, force = list(self._wants), any(self._wants.values())
+            before = [] if current is None else current.tickets  # of one that was begun anew
+            tickets, self._round = [*before, *self._wants], None
             self._wants.clear()
             self._want_deadline = None
+            if self.paused:
+                self._refuse(ask.round, Why.PAUSED, f"rank {self.rank} is paused")
+                self._none(tuple(tickets), "paused", f"rank {self.rank} is paused", (self.rank,))
+                return
             # Loads and policy have a timeout each at the coordinator; the rest is for the way.
-            self._round = _Round(ask.round, "asked", now, now + 2.5 * self.timeout, {sender}, tickets, force)
+            began = now if current is None else current.began
+            self._round = _Round(ask.round, "asked", began, now + 2.5 * self.timeout, {sender}, tickets)
             self._out.append(Collect(ask.round))
 
     def _on_verdict(self, verdict: Verdict, now: float) -> None:
@@ -380,16 +390,19 @@ class Rounds:
         if self.coordinator is None:
             self._end_wants("failed", "this rank is out of the group")
         elif self.coordinator != self.rank:
-            self._send_want(force=any(self._wants.values()))
-            self._want_deadline = now + self.timeout
+            force = any(self._wants.values())
+            if self._want_deadline is None:
+                self._want_deadline, self._want_forced = now + self.timeout, force
+                self._send_want(force=force)
+            elif force and not self._want_forced:
+                self._want_forced = True
+                self._send_want(force=True)
         else:
             force = any(self._wants.values()) or any(want.force for want in self._wanted_by.values())
             if force or now >= self._not_before:
                 self._begin(now, force=force)
                 return
-            for sender, want in self._wanted_by.items():
-                self._decline(sender, want, "too_soon", self._too_soon(now))
-            self._wanted_by.clear()
+            self._decline_all("too_soon", self._too_soon(now))
             self._end_wants("too_soon", self._too_soon(now))
 
     def _begin(self, now: float, *, force: bool) -> None:
@@ -442,6 +455,11 @@ class Rounds:
     def _decline(self, sender: int, want: Want, outcome: Outcome, reason: str) -> None:
         self._send(sender, Declined(term=self.term, round=want.round, outcome=outcome, reason=reason))
 
+    def _decline_all(self, outcome: Outcome, reason: str) -> None:
+        for sender, want in self._wanted_by.items():
+            self._decline(sender, want, outcome, reason)
+        self._wanted_by.clear()
+
     def _too_soon(self, now: float) -> str:
         return f"the last migration ended less than {self.min_interval:g} s ago; {self._not_before - now:.1f} s are left"
 
@@ -458,9 +476,7 @@ class Rounds:
             self._out.append(Stop(current.number))
         self._end("failed", reason, now, ranks=ranks)
 
-    def _end(
-        self, outcome: Outcome, reason: str, now: float, *, ranks: Iterable[int] = (), launch: bool = True
-    ) -> None:
+    def _end(self, outcome: Outcome, reason: str, now: float, *, ranks: Iterable[int] = ()) -> None:
         """The round is over here; what was held up by it goes on."""
         current = self._round
         assert current is not None
@@ -473,8 +489,7 @@ class Rounds:
         held, self._held = self._held, None
         if held is not None:
             self._on_ask(*held, now)
-        if launch:
-            self._launch(now)
+        self._launch(now)
 
     def _end_wants(self, outcome: Outcome, reason: str, ranks: Iterable[int] = ()) -> None:
         tickets = tuple(self._wants)
