@@ -217,12 +217,15 @@ class MigrationInDoubt(MigrationError):
 
 
 class ActivationTimeout(MigrationError, TimeoutError):
-    """A step did not come, or could not begin, in time; what is committed is applied when it comes.
+    """A step did not come, or could not begin, or users of a layer did not leave it, in time.
+
+    What is committed is applied when it comes, or they have left.
 
     Attributes:
-        layer: The layer that waits for it.
-        step: The first step to run with the new placement of the layer, or the one that could not begin.
-        ranks: Ranks that are waited for: those that have come least far, or whose votes are missing.
+        layer: The layer that waits.
+        step: The first step to run with the new placement of the layer, or the one that could not begin; 0 where layers
+            are applied at once.
+        ranks: Ranks that are waited for: those that have come least far, or whose votes are missing, or this one.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from eplb_async.communicator.outbox import Outbox
 from eplb_async.communicator.report import View
 from eplb_async.communicator.steps import Steps
 from eplb_async.communicator.watch import Watch
+from eplb_async.communicator.using import Users
 from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
@@ -67,6 +68,7 @@ class Driver:
         roster: Members introduced so far.
         num_layers: Layers of a migration.
         steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
+        users: Who uses which layer, if an apply waits for them.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class Driver:
         roster: Roster,
         num_layers: int,
         steps: Steps | None = None,
+        users: Users | None = None,
     ) -> None:
         self.identity = identity
         self.steps = steps
+        self._users = users
         self.roster = roster
         self.settings = settings
         self.degraded: dict[int, str] = {}
@@ -390,6 +394,8 @@ class Driver:
         self.over = why
         if self.steps is not None:
             self.steps.end(why)
+        if self._users is not None:
+            self._users.end(why)
         if why != "closed":
             self.last_error = why
             _log.error("this rank is out of the group, which goes on without it: %s", why)
@@ -473,7 +479,7 @@ class Driver:
             elif self.identity.rank in protocol.leaving:
                 return "closing"
             elif phase is Phase.IDLE and self.attempt is not None:
-                if self.steps is not None and self.steps.waiting:
+                if (self.steps is not None and self.steps.waiting) or (self._users is not None and self._users.waiting):
                     return "activating"
                 phase = Phase.SETTLING
             elif phase is Phase.IDLE and protocol.view_changing:

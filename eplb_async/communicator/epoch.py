@@ -16,6 +16,7 @@ from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.members import Member, memory_of
 from eplb_async.communicator.reads import Reads, Traffic
 from eplb_async.communicator.steps import Steps
+from eplb_async.communicator.using import Users
 from eplb_async.core.detours import Detours
 from eplb_async.core.plan import MigrationPlan, Move
 from eplb_async.core.throttle import Throttle
@@ -49,8 +50,9 @@ class EpochRun:
         on_failed: Called once, with the first failure.
         on_applied: Called with each layer that has been applied.
         on_retry: Called with a layer, the experts that failed, their source, the new one, and the failure.
-        after_apply: Awaited with each layer once it is applied, before a step may run with it; ``None`` for nothing.
+        after_apply: Awaited with each layer once it is applied, before a step may run with it.
         steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
+        users: Who uses which layer, if layers are applied at once; ``None`` if an apply waits for nobody.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class EpochRun:
         on_failed: Callable[[Exception], object],
         on_applied: Callable[[int], object],
         on_retry: Callable[[int, Sequence[int], int, int, Exception], object],
-        after_apply: Callable[[int], Awaitable[object]] | None = None,
+        after_apply: Callable[[int], Awaitable[object]],
         steps: Steps | None = None,
+        users: Users | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -96,6 +99,7 @@ class EpochRun:
         self._on_retry = on_retry
         self._after_apply = after_apply
         self._steps = steps
+        self._turn = users if steps is None else steps
         # At steps a layer is voted for when those before it are applied here. A voter waits before its hold, and a rank
         # without staging for one layer more could not vote before a step that this one then would not begin.
         self._votes_ahead = plan.new.num_layers if steps is None else 1
@@ -158,8 +162,8 @@ class EpochRun:
     async def stop(self) -> None:
         """Closing: as :meth:`finish`, and layers that are decided but not yet applied stay as they are."""
         self._stopped = True
-        if self._steps is not None:
-            self._steps.abandon()
+        if self._turn is not None:
+            self._turn.abandon()
         await self._wind_up()
 
     async def _wind_up(self) -> None:
@@ -179,6 +183,11 @@ class EpochRun:
         """The first failure of a READ that nothing took the place of, if there is one."""
         errors = (transfer.error for jobs in self._jobs.values() for transfer in jobs[-1].transfers)
         return next((error for error in errors if error is not None), None)
+
+    @property
+    def due(self) -> range:
+        """Layers that are committed and not applied."""
+        return range(self._applied, self._commit_to)
 
     @property
     def waiting(self) -> str:
@@ -369,7 +378,7 @@ class EpochRun:
     async def _apply_layers(self) -> None:
         while self._applied < self._commit_to and not self._stopped:
             layer = self._applied
-            if self._steps is not None and not await self._steps.reached(layer):
+            if self._turn is not None and not await self._turn.reached(layer):
                 return
             jobs = self._jobs.pop(layer)
             copies = [
@@ -386,10 +395,10 @@ class EpochRun:
             self._applied += 1
             self._freed.set()
             self._on_applied(layer)
-            if self._after_apply is not None:
-                await self._after_apply(layer)
+            await self._after_apply(layer)
+            if self._turn is not None:
+                self._turn.applied(layer)
             if self._steps is not None:
-                self._steps.applied(layer)
                 self._vote()
 
     # -------------------------------------------------------------------------------------------- within

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import threading
 import warnings
@@ -13,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import torch
 
+from eplb_async.communicator.listeners import AppliedCallback, Listeners
 from eplb_async.communicator.loading import Loader, LoadExpert, refuse_inside
 from eplb_async.communicator.mail import Mail
 from eplb_async.communicator.opener import Opener
@@ -21,6 +21,7 @@ from eplb_async.communicator.report import Health, MigrationReport, View
 from eplb_async.communicator.session import Session
 from eplb_async.communicator.steps import Steps
 from eplb_async.communicator.watch import checked_interval
+from eplb_async.communicator.using import Use
 from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
@@ -38,8 +39,8 @@ _log = logging.getLogger("eplb_async.communicator")
 class AsyncEplbCommunicator:
     """Moves expert weights between the ranks of one expert-parallel group. Make one with :meth:`open`.
 
-    Bound to the loop that opened it; only :meth:`health`, :meth:`plan`, :attr:`placement`, :attr:`view` and
-    :attr:`mail` may be used from other threads.
+    Bound to the loop that opened it; only :meth:`health`, :meth:`plan`, :attr:`placement`, :attr:`view`, :attr:`mail`,
+    :meth:`using`, :meth:`on_applied`, and :meth:`step` and :meth:`idle` may be used from other threads.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AsyncEplbCommunicator:
         session: Session,
         weights: ExpertWeights,
         store: Rendezvous | None,
-        on_layer_applied: Callable[[int, Placement], object] | None = None,
+        on_layer_applied: AppliedCallback | None = None,
     ) -> None:
         self._engine = engine
         self._session = session
@@ -63,15 +64,11 @@ class AsyncEplbCommunicator:
         self._steps = session.steps
         self._mail = Mail(engine, session.driver)
         session.driver.reader = weakref.ref(self._mail)  # what a subscriber holds may hold this
+        self._uses = None if session.users is None else session.users.uses
+        self._listeners = Listeners()
+        session.listeners = weakref.ref(self._listeners)
         if on_layer_applied is not None:
-            self._on_layer_applied, context = on_layer_applied, contextvars.copy_context()
-            me = weakref.ref(self)  # what the callback holds may hold this: the engine thread must not keep it alive
-
-            def tell(layer: int, placement: Placement) -> None:
-                if (comm := me()) is not None:
-                    context.run(comm._on_layer_applied, layer, placement)
-
-            session.on_layer_applied = tell
+            self._listeners.add(on_layer_applied, "on_layer_applied")
 
     @classmethod
     def open(
@@ -87,7 +84,7 @@ class AsyncEplbCommunicator:
         staging: int | torch.Tensor | None = None,
         settings: Settings | None = None,
         timeout: float | None = None,
-        on_layer_applied: Callable[[int, Placement], object] | None = None,
+        on_layer_applied: AppliedCallback | None = None,
         engine: LoopEngine | None = None,
         native: NativeFactory = real,
     ) -> Opening[AsyncEplbCommunicator]:
@@ -453,6 +450,62 @@ class AsyncEplbCommunicator:
         if self._steps is None:
             raise RuntimeError("layers are applied at once; open with Settings(activation='step'), on every rank")
         return self._steps
+
+    def using(self, layer: int) -> Use:
+        """Around the use of a layer where layers are applied at once: ``async with comm.using(layer) as placement: …``.
+
+        While inside, the rows of the layer do not change on this rank, and ``placement`` says what they hold; of other
+        layers it says what was true on entering. A migration that is to apply the layer waits until all who are inside
+        have left, and who comes meanwhile waits until it is applied: so stay for one forward pass of the layer, and do
+        not keep rows beyond that. Two layers at once are fine. Nothing due, entering and leaving take about a
+        microsecond. Needs ``settings.activation == "immediate"`` and weights on the CPU. It does not hold
+        :meth:`updating_weights`, :meth:`suspend` or :meth:`rebind` off: what the owner does itself, it can time itself.
+
+        ``with`` may be used in any thread; in the thread of a loop it blocks that while it waits, and ``async with``
+        does not. Entering waits for ``settings.activation_timeout`` at most. Cancelled or raised while entering: not
+        inside.
+
+        Args:
+            layer: The layer.
+
+        Returns:
+            What ``with`` and ``async with`` need; it may be kept, and entered any number of times at once. As the
+            context it gives the placement.
+
+        Raises:
+            ValueError: There is no such layer.
+            RuntimeError: Layers are applied at steps, or weights are on a CUDA device: kernels that were queued would
+                outlive the ``with``. Use :meth:`step`. Or, on entering, ``with`` would wait for its own thread.
+            ActivationTimeout: On entering: the apply of this layer did not end in time, because others did not leave
+                it. One who is inside and enters again while an apply waits would wait for itself, and ends so, too.
+            CommunicatorClosed: On entering: it is closed, or was fenced by the others.
+        """
+        self._engine.check_process()
+        if self._uses is None:
+            why = "layers are applied at steps" if self._steps is not None else "kernels outlive a `with` on CUDA"
+            raise RuntimeError(f"using({layer!r}) is refused: {why}; open with activation='step' and use comm.step()")
+        try:
+            return self._uses[layer]
+        except (KeyError, TypeError):
+            last = len(self._uses) - 1
+            raise ValueError(f"layer {layer!r} cannot be used: need a number from 0 to {last}") from None
+
+    def on_applied(self, callback: AppliedCallback) -> Callable[[], None]:
+        """Have one more callback told of each layer that is applied, as ``open(on_layer_applied=…)`` is.
+
+        ``callback(layer, placement)`` runs in the thread that copies, on the server's stream on CUDA, after the rows
+        and :attr:`placement` have changed and before a step or a user (:meth:`using`) comes to the layer. It holds the
+        apply up, so it is short, and it must not wait for a migration or for the layer. Callbacks run in the order
+        they were added, each in a copy of the context it was added in. What one raises is logged and counted
+        (``health().callback_errors``), and the others run all the same. Thread-safe.
+
+        Returns:
+            Stops telling it. The call that runs in that moment is not waited for; again it does nothing.
+
+        Raises:
+            TypeError: It cannot be called.
+        """
+        return self._listeners.add(callback)
 
     @property
     def placement(self) -> Placement:

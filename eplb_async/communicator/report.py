@@ -57,7 +57,7 @@ class Health:
 
     Attributes:
         phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``activating`` (committed, waiting for
-            the step of the last layers), ``settling`` (ending), ``in_doubt``, ``view_change`` (no migration, but
+            the step of the last layers, or their users), ``settling`` (ending), ``in_doubt``, ``view_change`` (no migration, but
             members go), ``suspended``, ``closing``, ``closed`` or ``fenced``.
         seconds_in_phase: How long it has been in it.
         seconds_left: How long until the phase's deadline, below 0 once that has passed; ``None`` if it has none.
@@ -85,7 +85,8 @@ class Health:
         step: The last step that the engine began; 0 before the first, and where layers are not applied at steps.
         due: The step before which each layer that is committed and not applied is to be applied, by layer.
         behind: Ranks that have come least far among the steps, as far as is known, while a layer waits for its step.
-        callback_errors: How often ``on_layer_applied`` has raised.
+        in_use: How many users a layer that is committed waits for (``using``), by layer; empty if none waits.
+        callback_errors: How often ``on_layer_applied`` and callbacks of ``on_applied`` have raised.
         half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.
@@ -118,6 +119,7 @@ class Health:
     step: int = 0
     due: Mapping[int, int] = field(default_factory=dict)
     behind: tuple[int, ...] = ()
+    in_use: Mapping[int, int] = field(default_factory=dict)
     callback_errors: int = 0
     half_written: tuple[int, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -140,6 +142,8 @@ class Health:
         if self.due:
             waits = ", ".join(f"layer {layer} for step {step}" for layer, step in self.due.items())
             parts.append(f"step {self.step} was begun last; {waits} waits, least far are ranks {_listed(self.behind)}")
+        for used, count in self.in_use.items():
+            parts.append(f"layer {used} is committed and waits for {count} users to leave it")
         if self.reads_in_flight:
             rank = "" if self.oldest_read_rank is None else f"rank {self.oldest_read_rank} "
             layer = "" if self.oldest_read_layer is None else f" for layer {self.oldest_read_layer}"

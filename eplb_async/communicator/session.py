@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 
 import torch
@@ -19,6 +19,7 @@ from eplb_async.communicator.entrance import Entrance
 from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.introduction import Introducer
 from eplb_async.communicator.job import room_for
+from eplb_async.communicator.listeners import Listeners
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.meetings import Meetings
 from eplb_async.communicator.members import Identity, Roster, memory_of
@@ -26,6 +27,7 @@ from eplb_async.communicator.owner import Owner
 from eplb_async.communicator.reconnect import Reconnector
 from eplb_async.communicator.report import Health, MigrationReport
 from eplb_async.communicator.steps import Steps
+from eplb_async.communicator.using import Users
 from eplb_async.communicator.watchdog import Watchdog
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
@@ -88,13 +90,14 @@ class Session:
         self.version = 0
         self.met_seconds: dict[int, float] = {}
         self.throttle = Throttle(settings.max_bytes_per_second)
-        self.on_layer_applied: Callable[[int, Placement], object] | None = None
+        self.listeners: Callable[[], Listeners | None] = lambda: None
         self.callback_errors = 0
         self._engine = engine
         self._copier = copier
         self._roster = Roster()
         self._read_failures: dict[int, str] = {}  # as noted in degraded, until the next migration begins
         self.steps = None if settings.activation == "immediate" else self._make_steps()
+        self.users = self._make_users(identity.rank) if self.steps is None and not _on_cuda(weights) else None
         self.driver = Driver(
             identity,
             engine=engine,
@@ -103,6 +106,7 @@ class Session:
             roster=self._roster,
             num_layers=placement.num_layers,
             steps=self.steps,
+            users=self.users,
         )
         self.driver.on_standing = Watchdog(engine.loop, settings.watchdog_fraction, self.health).note
         self._introducer = Introducer(
@@ -222,7 +226,7 @@ class Session:
                 make_run=self._make_run,
                 loader=loader,
                 refusal=refusal,
-                overdue=lambda attempt: self._step_overdue(attempt, timeout),
+                overdue=lambda attempt: self._overdue(attempt, timeout),
             )
             try:
                 return await self._see_through(attempt, timeout)
@@ -338,6 +342,7 @@ class Session:
             step=0 if self.steps is None else self.steps.number,
             due=(due := {} if self.steps is None else self.steps.waiting),
             behind=driver.behind() if due else (),
+            in_use={} if self.users is None else self.users.waiting,
             callback_errors=self.callback_errors,
             half_written=tuple(sorted(self.owner.half_written)),
             dropped={why: count for why, count in dropped.items() if count},
@@ -359,21 +364,28 @@ class Session:
         self.driver.close_by = deadline
         if self.steps is not None:
             self.steps.end("closed")  # nobody steps with this rank any more: what is due is applied now
+        if self.users is not None:
+            self.users.end("closed")
         if not self.driver.over:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     self.driver.feed(events.Close())
                     await self.driver.until(lambda: bool(self.driver.over) and self.driver.attempt is None)
         self.driver.stop()
-        late = {} if self.steps is None else self.steps.abandon()
+        late: list[str] = []
+        if self.steps is not None:
+            waiting = self.steps.abandon()
+            late = [f"layer {layer}, committed for step {at} and not applied" for layer, at in waiting.items()]
+        in_use = {} if self.users is None else self.users.abandon()
         if self.driver.attempt is not None:
             self.driver.attempt.fail(CommunicatorClosed("closed while a migration was running"))
             if self.driver.attempt.run is not None:
                 await self.driver.attempt.run.stop()
+                late += _in_the_way(in_use, self.driver.attempt.run.due)
         self.driver.over = self.driver.over or "closed"
         self.driver.note()
         left = await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
-        return left + tuple(f"layer {layer}, committed for step {at} and not applied" for layer, at in late.items())
+        return left + tuple(late)
 
     async def wind_down(self) -> None:
         """Close because the engine stops."""
@@ -457,21 +469,25 @@ class Session:
             on_failed=failed,
             on_applied=applied,
             on_retry=retried,
-            after_apply=None if self.on_layer_applied is None else self._tell_applied,
+            after_apply=self._tell_applied,
             steps=self.steps,
+            users=self.users,
         )
 
     async def _tell_applied(self, layer: int) -> None:
         """Have the caller's routing tables follow, before a step runs with the layer."""
-        callback, placement = self.on_layer_applied, self.placement
-        if callback is None:
+        listeners, placement = self.listeners(), self.placement
+        if not listeners:
             return
+        failed: list[tuple[str, Exception]] = []
         try:
-            await self._copier.call(lambda: callback(layer, placement))
-        except Exception as error:
+            await self._copier.call(lambda: failed.extend(listeners.tell(layer, placement)))
+        except Exception as error:  # what the callbacks have queued failed
+            failed.append(("what on_layer_applied began", error))
+        for name, why in failed:
             self.callback_errors += 1
-            self.driver.last_error = f"on_layer_applied failed for layer {layer}: {describe(error)}"
-            _log.exception("on_layer_applied failed for layer %d, which is applied", layer)
+            self.driver.last_error = f"{name} failed for layer {layer}: {describe(why)}"
+            _log.error("%s failed for layer %d, which is applied", name, layer, exc_info=why)
 
     def _make_steps(self) -> Steps:
         settings = self.settings
@@ -487,8 +503,37 @@ class Session:
         steps.awaited = lambda: self.driver.protocol.waiting_for
         return steps
 
-    def _step_overdue(self, attempt: Attempt, timeout: float) -> ActivationTimeout | None:
-        """The error of an epoch that is over, but for layers whose step has not come by the deadline of ``migrate``."""
+    def _make_users(self, rank: int) -> Users:
+        def changed() -> None:
+            self.driver.note()
+            if self.driver.attempt is not None and self.driver.attempt.late:  # they came in behind the deadline
+                self.driver.attempt.fail_if_overdue()
+
+        return Users(
+            self._engine,
+            rank=rank,
+            num_layers=self.placement.num_layers,
+            timeout=self.settings.activation_timeout,
+            current=lambda: self.placement,
+            changed=changed,
+        )
+
+    def _overdue(self, attempt: Attempt, timeout: float) -> ActivationTimeout | None:
+        """The error of an epoch that is over, but for layers that cannot be applied by the deadline of ``migrate``."""
+        if self.users is not None and (in_use := self.users.waiting) and attempt.run is not None:
+            layer, count = min(in_use.items())
+            rank = self.driver.identity.rank
+            return ActivationTimeout(
+                f"layer {layer} is committed, and its {count} users on rank {rank}, which it waits for, did not leave "
+                f"within {timeout:g} s. It is applied when the last of them leaves using({layer}), and the next "
+                "migrate waits for that",
+                layer=layer,
+                step=0,
+                ranks=(rank,),
+                epoch=self.driver.protocol.epoch,
+                reason=_waits_for_users(in_use),
+                committed_layers=attempt.run.due.stop,
+            )
         if self.steps is None or not (due := self.steps.waiting):
             return None
         layer, at = min(due.items())
@@ -518,6 +563,8 @@ class Session:
             waiting += f", and without ranks {lost} there is no majority: say which are dead with exclude()"
         if attempt.run is not None and attempt.run.waiting:
             waiting += f", waiting for {attempt.run.waiting} of this rank"
+        if self.users is not None and (in_use := self.users.waiting):
+            waiting += f", and {_waits_for_users(in_use)}"
         if attempt.held:
             waiting += f"; {attempt.held}"
         undecided = f", layer {protocol.committed} undecided" if protocol.prepared > protocol.committed else ""
@@ -542,6 +589,8 @@ class Session:
         if self.steps is not None and (due := self.steps.waiting):
             waits = ", ".join(f"layer {layer} for step {at}" for layer, at in due.items())
             why += f" ({waits} waits; least far are ranks {list(self.driver.behind())})"
+        if self.users is not None and (in_use := self.users.waiting):
+            why += f" ({_waits_for_users(in_use)})"
         return MigrationTimeout(f"{what} not begun: {why}", origin=rank, reason=why)
 
     async def _prepare(self, new: Placement) -> tuple[MigrationPlan, float]:
@@ -573,6 +622,20 @@ class Session:
     def _check_open(self) -> None:
         if self.driver.over:
             raise CommunicatorClosed(f"the communicator is {self.driver.over}")
+
+
+def _on_cuda(weights: ExpertWeights) -> bool:
+    return any(tensor.is_cuda for tensors in weights.layers for tensor in tensors.values())
+
+
+def _waits_for_users(in_use: Mapping[int, int]) -> str:
+    return ", ".join(f"layer {layer} is committed and waits for {n} users to leave it" for layer, n in in_use.items())
+
+
+def _in_the_way(in_use: Mapping[int, int], due: range) -> list[str]:
+    """What was not applied, in words: the layer whose users did not leave, and those after it."""
+    users = [f": {count} users of layer {layer} had not left" for layer, count in in_use.items()]
+    return [f"layer {layer}, committed and not applied{''.join(users)}" for layer in due]
 
 
 def _refuse_own_memory(weights: ExpertWeights, buffers: dict[str, torch.Tensor]) -> None:

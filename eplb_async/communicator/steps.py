@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 
+from eplb_async.communicator.waits import block, wait
 from eplb_async.core.steps import MAX_STEP, NEVER, StepCounter
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import ActivationTimeout, CommunicatorClosed
@@ -84,13 +84,7 @@ class Steps(StepCounter):
         number = self._next
         self.stride = number << 1
         if number >= self.gate:
-            loop, woken = asyncio.get_running_loop(), asyncio.Event()
-            with contextlib.closing(self._waits(number, lambda: _call(loop, woken.set), loop.time)) as waits:
-                for seconds in waits:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(seconds):
-                            await woken.wait()
-                    woken.clear()
+            await wait(lambda wake, now: self._waits(number, wake, now))
         self.number = number
         return self
 
@@ -111,11 +105,7 @@ class Steps(StepCounter):
         if threading.get_ident() == self._engine.thread_id:
             self._step_back()
             raise RuntimeError("this thread runs the engine loop, and would wait for itself; use `async with`")
-        woken = threading.Event()
-        with contextlib.closing(self._waits(number, woken.set, time.monotonic)) as waits:
-            for seconds in waits:
-                woken.wait(seconds)
-                woken.clear()
+        block(lambda wake, now: self._waits(number, wake, now))
 
     def _waits(self, number: int, wake: Callable[[], object], now: Callable[[], float]) -> Generator[float, None, None]:
         """Yields how long to wait, until the step may begin.
@@ -263,8 +253,3 @@ class Steps(StepCounter):
             self.gate = _SHUT
         if self._wake is not None:
             self._wake()
-
-
-def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    with contextlib.suppress(RuntimeError):  # it is closed: nobody waits
-        loop.call_soon_threadsafe(callback)

@@ -21,6 +21,7 @@ _ADVICE = {
     "open": "see whether the ranks waited for and read from run and are reachable; exclude(rank) says that one is dead",
     "paused": "await resume() on this rank: it is paused, and all ranks wait for its READs",
     "activating": "see why the ranks named run no steps; an engine that has stopped stepping says so with idle()",
+    "in use": "see which threads and tasks of this rank are inside of using() for that layer, and why they stay",
     "settling": "nothing if it ends soon; exclude(rank) says that a rank waited for is dead",
     "view_change": "see whether the ranks waited for run; exclude(rank) says that one is dead",
     "in_doubt": "say with exclude(rank) which ranks are dead; until a view decides, nothing is applied",
@@ -79,6 +80,8 @@ class Watchdog:
     def _bark(self, since: float, waited: float) -> None:
         health = self._health()
         advice = "paused" if health.paused and health.phase == "open" else health.phase
+        if health.in_use:
+            advice = "in use"
         _log.warning("%s. Next: %s", health, _ADVICE.get(advice, "see health()"))
         # A hair later than double, so that a deadline of that moment ends the phase first.
         again = max(2 * waited * _HAIR, 0.001)
