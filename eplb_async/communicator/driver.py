@@ -56,6 +56,9 @@ class Reader(Interface):
     def deliver(self, sender: int, topic: int, payload: bytes) -> int:
         """Takes a message; returns how many failed at it."""
 
+    def view_changed(self) -> None:
+        """There is another view, or this rank is in none any more."""
+
 
 class Driver:
     """One rank's protocol, connected.
@@ -364,6 +367,7 @@ class Driver:
                 self._assembly.clear()
                 self.dropped["unsendable"] += self.outbox.clear()
                 self.view = View(term, tuple(sorted(members)))
+                self._tell_view()
                 if self.steps is not None:
                     self.steps.term = term
                 self.on_installed(members)
@@ -401,7 +405,12 @@ class Driver:
             _log.error("this rank is out of the group, which goes on without it: %s", why)
         if self.attempt is not None:
             self.attempt.fail(CommunicatorClosed(f"the communicator is {why}"))
+        self._tell_view()
         self.note()
+
+    def _tell_view(self) -> None:
+        if (reader := self.reader()) is not None:
+            reader.view_changed()
 
     def behind(self) -> tuple[int, ...]:
         """Members that have come least far among the steps, this rank included, and those not heard of yet."""

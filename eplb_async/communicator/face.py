@@ -513,6 +513,11 @@ class AsyncEplbCommunicator:
         return self._session.placement
 
     @property
+    def activation(self) -> str:
+        """``"immediate"`` or ``"step"``: when layers are applied, as the settings of ``open`` say. Thread-safe."""
+        return self._session.settings.activation
+
+    @property
     def view(self) -> View:
         """Who is in the group: term and members of the view. Thread-safe."""
         return self._session.driver.view

@@ -43,6 +43,7 @@ class Mail:
         self._driver = driver
         self._lock = threading.Lock()
         self._readers: dict[int, tuple[_Reader, ...]] = {}
+        self._view_readers: tuple[Callable[[], object], ...] = ()
         self._closed = False
 
     def send(self, rank: int, topic: int, payload: bytes) -> None:
@@ -102,6 +103,32 @@ class Mail:
                     del self._readers[topic]
 
         return remove
+
+    def on_view(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Have ``callback()`` called when the view has changed, or this rank is out of the group for good.
+
+        It runs on the engine thread, as a subscriber does. Mail goes to the new view's members from then on; those that
+        have not heard of that view yet drop it.
+
+        Returns:
+            What ends that; callable from any thread, and more than once.
+        """
+        with self._lock:
+            self._view_readers = (*self._view_readers, callback)
+
+        def remove() -> None:
+            with self._lock:
+                self._view_readers = tuple(other for other in self._view_readers if other is not callback)
+
+        return remove
+
+    def view_changed(self) -> None:
+        """Tell whoever asked for it, on the engine thread."""
+        for callback in self._view_readers:
+            try:
+                callback()
+            except BaseException:  # as in deliver()
+                _log.exception("a callback for another view failed: see its traceback")
 
     def close(self) -> None:
         """Take no more mail; the communicator says so when it closes."""

@@ -74,8 +74,7 @@ def decide(
 
 
 def count_moves(old: Placement, new: Placement) -> int:
-    """Slots of ``new`` that receive an expert that their rank does not hold in ``old``; the two are of the same sizes."""
-    old.require_same_sizes(new)
+    """Slots of ``new`` that receive an expert that their rank does not hold in ``old``; both are of the same sizes."""
     shape = (new.num_layers, new.ep_size, new.num_logical + 1)
     held = np.zeros(shape, dtype=bool)
     layers, ranks = np.ogrid[: new.num_layers, : new.ep_size]

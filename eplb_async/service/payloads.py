@@ -1,4 +1,4 @@
-"""What the services of a group say to each other: frozen records, and their bytes, checked before anything is made of them.
+"""What the services of a group say to each other: frozen records, and their bytes, which are checked before use.
 
 Every payload begins with version, kind, term and round; little-endian, and arrays as the bytes of their rows. Nothing
 here trusts a member: a payload that is not exactly what it should be is a :class:`PayloadError`, which says why.
@@ -19,7 +19,19 @@ from eplb_async.core.text import one_line
 from eplb_async.errors import EplbError, PlacementError
 from eplb_async.service.report import Outcome
 
-__all__ = ["TOPIC", "Ask", "Declined", "Loads", "Message", "PayloadError", "Refused", "Verdict", "Want", "Why", "decode"]
+__all__ = [
+    "TOPIC",
+    "Ask",
+    "Declined",
+    "Loads",
+    "Message",
+    "PayloadError",
+    "Refused",
+    "Verdict",
+    "Want",
+    "Why",
+    "decode",
+]
 
 TOPIC = 1
 """The service's topic in ``comm.mail``."""

@@ -9,8 +9,9 @@ A round has one number on all ranks, above all before. Its coordinator is the lo
 4. Each rank moves. One whose migration is refused before anybody waits for it says so to all (REFUSED), and they stop.
 
 A round that is not decided ends with its view: loads and members are of one term. What moves then ends by itself, as
-every migration does. Whatever is late, doubled or from the wrong rank is counted and dropped. Every wait has a deadline,
-but for the migration's, which has its own.
+every migration does. Whatever is late, doubled or from the wrong rank is counted and dropped. Mail may be lost, around a
+change of the view above all, so WANT and ASK are said again until they are answered, and LOADS with them. A verdict is
+said once: who waits for it in vain says so to all. Every wait has a deadline, but for the migration's, which has its own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ AUTOMATIC = 0
 
 _LEAP = 1 << 40
 _RENUMBERINGS = 3
+_TIMES = 5
+"""How often within the timeout something is said that may be lost."""
 _OPEN_THERE = "is an EplbService open there, and its loop running?"
 
 
@@ -46,7 +49,8 @@ class _Round:
         tickets: Whom it serves.
         force: Whether it moves for any gain.
         loads: Answers so far.
-        answered: Whether this rank's loads are in.
+        again: When those that have not answered are asked again.
+        answer: This rank's loads, once they are in.
         renumbered: How often its number was one that a member had seen.
         refusal: A rank that will not move, and why, heard before the verdict.
         verdict: What was decided.
@@ -60,7 +64,8 @@ class _Round:
     tickets: list[int]
     force: bool = False
     loads: dict[int, Loads] = field(default_factory=dict)
-    answered: bool = False
+    again: float = float("inf")
+    answer: Loads | None = None
     renumbered: int = 0
     refusal: tuple[int, str] | None = None
     verdict: Verdict | None = None
@@ -73,6 +78,7 @@ class Rounds:
         rank: This rank.
         timeout: Seconds that loads, and then the policy, may take.
         min_interval: Seconds from the end of a migration to the next round that is not forced.
+        first_want: Number of the first want; above those of an earlier service of this rank.
 
     Attributes:
         term: Number of the view.
@@ -82,7 +88,7 @@ class Rounds:
         dropped: Messages that were dropped, by reason.
     """
 
-    def __init__(self, rank: int, *, timeout: float, min_interval: float) -> None:
+    def __init__(self, rank: int, *, timeout: float, min_interval: float, first_want: int = 1) -> None:
         self.rank = rank
         self.timeout = timeout
         self.min_interval = min_interval
@@ -93,9 +99,11 @@ class Rounds:
         self.dropped: Counter[str] = Counter()
         self._round: _Round | None = None
         self._wants: dict[int, bool] = {}  # by ticket: forced or not; not served by the round that runs
-        self._want_number = 0
+        self._want_number = first_want - 1
         self._want_deadline: float | None = None
+        self._want_again = 0.0
         self._want_forced = False
+        self._taken: dict[int, int] = {}  # by sender, the want that was last taken up
         self._wanted_by: dict[int, Want] = {}  # as coordinator, while a round runs
         self._held: tuple[int, Ask] | None = None
         self._not_before = float("-inf")
@@ -128,8 +136,10 @@ class Rounds:
     def next_wakeup(self) -> float | None:
         """When a ``tick`` is wanted."""
         current = self._round
-        times = [] if current is None or current.stage == "moving" else [current.deadline]
-        return min(times if self._want_deadline is None else [*times, self._want_deadline], default=None)
+        times = [] if current is None or current.stage == "moving" else [current.deadline, current.again]
+        if self._want_deadline is not None:
+            times += [self._want_deadline, self._want_again]
+        return min(times, default=None)
 
     def open_before(self, now: float) -> float:
         """Seconds until a round that is not forced may begin."""
@@ -169,7 +179,7 @@ class Rounds:
             self._none((ticket,), "failed", "this rank is out of the group")
         elif self.paused:
             self._none((ticket,), "paused", f"rank {self.rank} is paused", (self.rank,))
-        elif current is not None and current.stage in ("asking", "asked") and not current.answered:
+        elif current is not None and current.stage in ("asking", "asked") and current.answer is None:
             current.tickets.append(ticket)
             current.force |= force
             if force and current.stage == "asked":
@@ -208,13 +218,12 @@ class Rounds:
     def collected(self, number: int, answer: Loads, now: float) -> list[Action]:
         """This rank's loads, for a round that may be over; term and round are filled in."""
         current = self._round
-        if current is not None and current.number == number and not current.answered:
+        if current is not None and current.number == number and current.answer is None:
+            current.answer = answer = replace(answer, term=self.term, round=number)
             if current.stage == "asking":
-                current.answered = True
                 self._take_loads(current, self.rank, answer, now)
             elif current.stage == "asked" and self.coordinator is not None:
-                current.answered = True
-                self._send(self.coordinator, replace(answer, term=self.term, round=number))
+                self._send(self.coordinator, answer)
         return self._take()
 
     def decided(self, number: int, verdict: Verdict, now: float) -> list[Action]:
@@ -264,12 +273,20 @@ class Rounds:
             else:
                 self._gave_up = current.number
                 why = f"rank {late[0]}, the coordinator, sent no verdict within {now - current.began:.1f} s"
+                self._refuse(current.number, Why.FAILED, why, all_members=True)
                 self._end("failed", f"{why}: {_OPEN_THERE}", now, ranks=late)
+        elif current is not None and current.stage == "asking" and now >= current.again:
+            current.again = now + self.timeout / _TIMES
+            for member in sorted(current.waiting - {self.rank}):
+                self._send(member, Ask(term=self.term, round=current.number))
         if self._want_deadline is not None and now >= self._want_deadline:
             self._want_deadline = None
             who = self.coordinator
             why = f"rank {who}, the coordinator, began no round within {self.timeout:g} s: {_OPEN_THERE}"
             self._end_wants("failed", why, () if who is None else (who,))
+        elif self._want_deadline is not None and now >= self._want_again and self.coordinator is not None:
+            self._want_again = now + self.timeout / _TIMES
+            self._send(self.coordinator, Want(term=self.term, round=self._want_number, force=self._want_forced))
         return self._take()
 
     def close(self, reason: str, now: float) -> list[Action]:
@@ -321,16 +338,20 @@ class Rounds:
         current = self._round
         if self.coordinator != self.rank:
             self._drop("foreign")
+        elif want.round <= self._taken.get(sender, 0):
+            self._drop("late")
         elif self.paused:
             self._decline(sender, want, "paused", f"rank {self.rank} is paused")
         elif current is None and not want.force and now < self._not_before:
             self._decline(sender, want, "too_soon", self._too_soon(now))
-        elif current is None:
-            self._begin(now, force=want.force)
-        elif current.stage == "asking" and sender in current.waiting:
-            current.force |= want.force
         else:
-            self._wanted_by[sender] = want
+            self._taken[sender] = want.round
+            if current is None:
+                self._begin(now, force=want.force)
+            elif current.stage == "asking" and sender in current.waiting:
+                current.force |= want.force
+            else:
+                self._wanted_by[sender] = want
 
     def _on_ask(self, sender: int, ask: Ask, now: float) -> None:
         current = self._round
@@ -338,7 +359,8 @@ class Rounds:
             self._drop("foreign")
         elif ask.round <= self.number:
             if current is not None and current.number == ask.round:
-                self._drop("late")
+                if current.stage == "asked" and current.answer is not None:
+                    self._send(sender, current.answer)  # it may be lost
             else:
                 self._refuse(ask.round, Why.STALE, f"round {self.number} was seen already")
         elif current is not None and current.stage == "moving":
@@ -393,6 +415,7 @@ class Rounds:
             force = any(self._wants.values())
             if self._want_deadline is None:
                 self._want_deadline, self._want_forced = now + self.timeout, force
+                self._want_again = now + self.timeout / _TIMES
                 self._send_want(force=force)
             elif force and not self._want_forced:
                 self._want_forced = True
@@ -409,12 +432,13 @@ class Rounds:
         tickets = list(self._wants)
         self._wants.clear()
         self._wanted_by.clear()
-        self._round = _Round(self.number, "asking", now, now + self.timeout, set(), tickets, force)
+        again = now + self.timeout / _TIMES
+        self._round = _Round(self.number, "asking", now, now + self.timeout, set(), tickets, force, again=again)
         self._ask(self._round)
 
     def _ask(self, current: _Round) -> None:
         self.number += 1
-        current.number, current.waiting, current.answered = self.number, set(self.members), False
+        current.number, current.waiting, current.answer = self.number, set(self.members), None
         current.loads.clear()
         for member in self._others():
             self._send(member, Ask(term=self.term, round=self.number))
@@ -433,7 +457,7 @@ class Rounds:
         current.waiting.discard(sender)
         current.loads[sender] = answer
         if not current.waiting:
-            current.stage, current.deadline = "deciding", now + self.timeout
+            current.stage, current.deadline, current.again = "deciding", now + self.timeout, float("inf")
             self._out.append(Decide(current.number, current.force, dict(current.loads)))
             current.loads.clear()
 
@@ -461,7 +485,9 @@ class Rounds:
         self._wanted_by.clear()
 
     def _too_soon(self, now: float) -> str:
-        return f"the last migration ended less than {self.min_interval:g} s ago; {self._not_before - now:.1f} s are left"
+        return (
+            f"the last migration ended less than {self.min_interval:g} s ago; {self._not_before - now:.1f} s are left"
+        )
 
     # --------------------------------------------------------------------------------------- on any rank
     def _move(self, current: _Round, verdict: Verdict) -> None:

@@ -44,8 +44,8 @@ class Owner(Protocol):
     def ended(self, end: End, cause: Exception | None, migration: MigrationReport | None) -> None:
         """A round, or the wish for one, is over; with the error of this rank that ended it."""
 
-    def members_changed(self) -> None:
-        """The view has other members."""
+    def viewed(self, *, changed: bool) -> None:
+        """There may be another view; whether it has other members."""
 
     def lost(self, reason: str) -> None:
         """The communicator is out of the group."""
@@ -99,9 +99,9 @@ class Runner:
 
         def look() -> None:
             if (method := heard()) is not None:
-                method.__self__.post(method.__self__.look)
+                method.__self__.post(method.__self__.viewed)
 
-        self._removers = [comm.mail.subscribe(TOPIC, tell), comm.on_view(look)]
+        self._removers = [comm.mail.subscribe(TOPIC, tell), comm.mail.on_view(look)]
 
     # ------------------------------------------------------------------------------------------ what goes in
     def heard(self, sender: int, payload: bytes) -> None:
@@ -113,12 +113,17 @@ class Runner:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
+    def viewed(self) -> None:
+        """The communicator says that there is another view, or that this rank is in none."""
+        self.look()
+        self._owner.viewed(changed=False)
+
     def look(self) -> None:
         """See whether there is another view."""
         view, known = self._comm.view, self.rounds.members
         self.do(self.rounds.view(view.term, view.members, self.loop.time()))
-        if known and view.members != known:
-            self._owner.members_changed()
+        if view.members != known:
+            self._owner.viewed(changed=bool(known))
 
     def want(self, ticket: int, *, force: bool = False) -> None:
         """Somebody wants a round."""
