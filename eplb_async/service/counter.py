@@ -79,13 +79,14 @@ class AttachedCounter:
         self._lock = threading.Lock()  # microseconds; what follows is changed under it
         self._collecting = threading.Lock()  # one collect() at a time; it alone uses the snapshot
         self._closings: deque[_Closing] = deque()
-        self._spare: list[torch.Tensor] = []
         self._times_closed = np.zeros(placement.num_layers, dtype=np.int64)
         self._pending: Floats = np.zeros((placement.num_layers, placement.num_logical))
         self._resets = 0
         self._dropped = 0.0
         self._device = self._tensor.device if self._tensor.device.type == "cuda" else None
         self._snapshot = self._host_memory(*self._tensor.shape)
+        rows = 1 if self._device is None else placement.num_layers  # allocating pinned memory may wait for the device
+        self._spare = list(self._host_memory(rows, self._tensor.shape[1]))
         self._stream: Any = None
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -229,12 +230,13 @@ class AttachedCounter:
 
 
 def _checked(tensor: Any) -> torch.Tensor:
-    if isinstance(tensor, np.ndarray) and tensor.dtype in (np.int32, np.int64) and tensor.flags.writeable:
+    if isinstance(tensor, np.ndarray):
+        if tensor.dtype not in (np.int32, np.int64) or not tensor.flags.writeable:
+            what = f"an array of {tensor.dtype}" if tensor.flags.writeable else "a read-only array"
+            raise ValueError(f"the counter is {what}; it must be int32 or int64, and writable")
         tensor = torch.from_numpy(tensor)
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(
-            f"the counter is {type(tensor).__name__}; it must be a tensor, or a writable array, of integers"
-        )
+        raise ValueError(f"the counter is {type(tensor).__name__}; it must be a torch tensor or a numpy array")
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"the counter has dtype {tensor.dtype}; it must be int32 or int64")
     if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):

@@ -129,7 +129,9 @@ class LoadWindow:
             self._sizes.require_same_sizes(placement)
         with self._lock:
             bucket = self._room(1)
-            target = bucket.experts if kind is By.EXPERTS else bucket.slots_of(placement)[:, columns]
+            target = bucket.experts if kind is By.EXPERTS else bucket.slots_of(placement)
+            if kind is By.LOCAL:
+                target = target[:, columns]
             np.add(target, floats, out=target)
 
     def add(self, loads: Any, steps: int) -> None:

@@ -191,7 +191,7 @@ def test_by_decides_where_the_width_does_not() -> None:
     """Without redundant experts slots and experts are as many; of one rank all three."""
     even = Placement([[1, 0, 2, 3]], ep_size=2)
     window = LoadWindow(even, steps=9, rank=0)
-    with pytest.raises(ValueError, match='by="slots" or by="experts"$'):
+    with pytest.raises(ValueError, match=r'by="slots" or by="experts"$'):
         window.record(np.ones((1, 4)), even)
     window.record(np.array([[1, 2, 3, 4]]), even, "slots")
     assert window.loads()[0].tolist() == [[2, 1, 3, 4]]
@@ -208,7 +208,7 @@ def test_by_decides_where_the_width_does_not() -> None:
 def test_sizes_that_cannot_be_are_refused() -> None:
     """Of the window, of a placement, of a batch of steps."""
     for wrong in ({"steps": 0}, {"steps": 4, "buckets": 0}, {"steps": 4, "rank": 2}):
-        with pytest.raises(ValueError, match="1 or more|outside"):
+        with pytest.raises(ValueError, match=r"1 or more|outside"):
             LoadWindow(PLACEMENT, **wrong)
     window = LoadWindow(PLACEMENT, steps=4)
     other = Placement.initial(LAYERS, 6, ep_size=2, num_redundant=2)
