@@ -34,7 +34,8 @@ def layer_balancedness(loads: Any, placement: Placement) -> NDArray[np.float64]:
     of_ranks = rank_loads(loads, placement)
     slots = placement.physical_to_logical_map.reshape(placement.num_layers, placement.ep_size, -1)
     mean, peak = of_ranks[:, (slots >= 0).any(axis=(0, 2))].mean(axis=1), of_ranks.max(axis=1)
-    return np.divide(mean, peak, out=np.ones_like(peak), where=peak > 0)
+    even: NDArray[np.float64] = np.divide(mean, peak, out=np.ones_like(peak), where=peak > 0)
+    return even
 
 
 def balancedness(loads: Any, placement: Placement) -> float:

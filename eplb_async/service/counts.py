@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,16 @@ from numpy.typing import NDArray
 
 from eplb_async.core.placement import Placement
 
-__all__ = ["By", "as_counts", "as_experts", "infer", "widths"]
+__all__ = ["By", "Floats", "as_counts", "as_experts", "infer"]
 
 Floats = NDArray[np.float64]
 
 _LIMIT = 2.0**53
 _LIMIT_BITS = np.uint64(np.float64(_LIMIT).view(np.uint64))
-"""Of the floats seen as integers exactly those from 0 to below 2**53 are below this: others have the sign bit or more."""
+"""Seen as integers, exactly the floats from 0 to below 2**53 are below this: others have the sign bit, or more."""
 
 
-class By(str, Enum):
+class By(StrEnum):
     """What a column of counts is."""
 
     SLOTS = "slots"
@@ -30,14 +31,8 @@ class By(str, Enum):
     """A slot of this rank: ``[num_layers, num_local_experts]``."""
 
 
-def widths(placement: Placement) -> dict[By, int]:
-    """Columns of each kind of counts."""
-    sizes = (placement.num_physical, placement.num_logical, placement.num_local_experts)
-    return dict(zip(By, sizes, strict=True))
-
-
-def infer(shape: tuple[int, ...], placement: Placement, by: str | None, rank: int | None) -> By:
-    """What the columns of counts are.
+def infer(shape: Sequence[int], placement: Placement, by: str | None, rank: int | None) -> tuple[By, slice]:
+    """What the columns of counts are, and which slots (none if they are experts).
 
     Args:
         shape: Their shape.
@@ -49,9 +44,9 @@ def infer(shape: tuple[int, ...], placement: Placement, by: str | None, rank: in
         ValueError: The shape fits no kind, or not ``by``; or several, and ``by`` is not given; or ``by`` is unknown; or
             local counts come without a rank.
     """
-    known = widths(placement)
+    known = _widths(placement)
     if by is None:
-        fit = [kind for kind, width in known.items() if shape == (placement.num_layers, width)]
+        fit = [kind for kind, width in known.items() if tuple(shape) == (placement.num_layers, width)]
         if not fit:
             raise ValueError(f"counts have shape {list(shape)}; they must be {_spell(placement)}")
         if len(fit) > 1:
@@ -63,12 +58,16 @@ def infer(shape: tuple[int, ...], placement: Placement, by: str | None, rank: in
             kind = By(by)
         except ValueError:
             raise ValueError(f'by is {by!r}; it must be "slots", "experts" or "local"') from None
-        if shape != (placement.num_layers, known[kind]):
+        if tuple(shape) != (placement.num_layers, known[kind]):
             wanted = [placement.num_layers, known[kind]]
             raise ValueError(f'counts have shape {list(shape)}; by="{kind.value}" takes {wanted}')
-    if kind is By.LOCAL and rank is None:
+    if kind is By.SLOTS:
+        return kind, slice(0, known[kind])
+    if kind is By.EXPERTS:
+        return kind, slice(0, 0)
+    if rank is None:
         raise ValueError("counts of this rank's slots need the rank; give it to the window or counter")
-    return kind
+    return kind, slice(rank * known[kind], (rank + 1) * known[kind])
 
 
 def as_counts(counts: Any) -> Floats:
@@ -105,7 +104,8 @@ def as_experts(counts: Floats, slots: NDArray[np.int32], num_logical: int) -> tu
     """
     wide = num_logical + 1
     keys = slots % wide + (np.arange(len(slots)) * wide)[:, None]  # an empty slot counts in a last column of its own
-    found = np.bincount(keys.ravel(), weights=counts.ravel(), minlength=len(slots) * wide).reshape(-1, wide)
+    sums = np.bincount(keys.ravel(), weights=counts.ravel(), minlength=len(slots) * wide)
+    found: Floats = sums.reshape(-1, wide).astype(np.float64, copy=False)
     return found[:, :-1], float(found[:, -1].sum())
 
 
@@ -122,4 +122,8 @@ def _array(counts: Any) -> NDArray[Any]:
 
 def _spell(placement: Placement) -> str:
     layers = placement.num_layers
-    return " or ".join(f"[{layers}, {width}] ({kind.value})" for kind, width in widths(placement).items())
+    return " or ".join(f"[{layers}, {width}] ({kind.value})" for kind, width in _widths(placement).items())
+
+
+def _widths(placement: Placement) -> dict[By, int]:
+    return dict(zip(By, (placement.num_physical, placement.num_logical, placement.num_local_experts), strict=True))
