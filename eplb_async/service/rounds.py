@@ -9,9 +9,11 @@ A round has one number on all ranks, above all before. Its coordinator is the lo
 4. Each rank moves. One whose migration is refused before anybody waits for it says so to all (REFUSED), and they stop.
 
 A round that is not decided ends with its view: loads and members are of one term. What moves then ends by itself, as
-every migration does. Whatever is late, doubled or from the wrong rank is counted and dropped. Mail may be lost, around a
-change of the view above all, so WANT and ASK are said again until they are answered, and LOADS with them. A verdict is
-said once: who waits for it in vain says so to all. Every wait has a deadline, but for the migration's, which has its own.
+every migration does. Whatever is late, doubled or from the wrong rank is counted and dropped.
+
+Mail may be lost, around a change of the view above all. So WANT and ASK are said again until they are answered, and
+LOADS with them. A verdict is said once: who waits for it in vain says so to all. Every wait has a deadline; that of the
+migration is its own.
 """
 
 from __future__ import annotations

@@ -91,17 +91,17 @@ class Runner:
         self._deciding: tuple[int, asyncio.Future[Verdict]] | None = None
         self._cause: Exception | None = None
         self._migration: MigrationReport | None = None
-        heard = weakref.WeakMethod(self.heard)  # the engine thread must not keep a service alive that was dropped
+        me = weakref.ref(self)  # the communicator must not keep a service alive that was dropped
 
-        def tell(sender: int, payload: bytes) -> None:
-            if (method := heard()) is not None:
-                method(sender, payload)
+        def heard(sender: int, payload: bytes) -> None:
+            if (runner := me()) is not None:
+                runner.heard(sender, payload)
 
-        def look() -> None:
-            if (method := heard()) is not None:
-                method.__self__.post(method.__self__.viewed)
+        def viewed() -> None:
+            if (runner := me()) is not None:
+                runner.post(runner.viewed)
 
-        self._removers = [comm.mail.subscribe(TOPIC, tell), comm.mail.on_view(look)]
+        self._removers = [comm.mail.subscribe(TOPIC, heard), comm.mail.on_view(viewed)]
 
     # ------------------------------------------------------------------------------------------ what goes in
     def heard(self, sender: int, payload: bytes) -> None:

@@ -46,7 +46,8 @@ class EplbService:
 
     The lowest rank of the view coordinates: every ``step_interval`` steps, after a change of the members, and when any
     rank calls :meth:`rebalance`, it sums the loads of all ranks, runs the policy, and tells all ranks the placement,
-    which they migrate to. A failed round is logged, counted, and tried again after a back-off; it never ends the service.
+    which they migrate to. A failed round is logged, counted, and tried again after a back-off; it never ends the
+    service.
 
     Bound to the loop that the communicator is bound to. :meth:`record`, :meth:`forward`, :meth:`idle`, :meth:`pause`,
     :meth:`resume` and :meth:`health` may be called in any thread.
@@ -189,7 +190,7 @@ class EplbService:
         self.comm.idle(number)
 
     def pause(self) -> None:
-        """Take part in no round until :meth:`resume`; one that moves already goes on. A round ends ``paused`` meanwhile.
+        """Take part in no round until :meth:`resume`, so that rounds end ``paused``; one that moves already goes on.
 
         ``comm.pause()`` is another thing: it holds up the READs of this rank.
         """
@@ -267,7 +268,8 @@ class EplbService:
         whole = 3.5 * self.settings.round_timeout + self.settings.migrate_timeout
         limit = seconds(timeout, 2 * whole)
         ticket = next(self._tickets)
-        future = self._waiters[ticket] = self._runner.loop.create_future()
+        future: asyncio.Future[RebalanceReport] = self._runner.loop.create_future()
+        self._waiters[ticket] = future
         try:
             self._runner.want(ticket, force=force)
             async with asyncio.timeout(limit):
