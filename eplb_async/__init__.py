@@ -29,11 +29,14 @@ if TYPE_CHECKING:
         NixlTransferFailed,
         NixlTransferTimeout,
         PlacementError,
+        RebalanceFailed,
+        RebalanceTimeout,
         TransferError,
         WeightsError,
     )
     from eplb_async.nixl import AsyncNixlAgent
     from eplb_async.rendezvous import Rendezvous
+    from eplb_async.service import EplbService, RebalanceReport, ServiceHealth, ServiceSettings
     from eplb_async.settings import Settings
 
 _HOME = {
@@ -43,6 +46,7 @@ _HOME = {
     "CommunicatorBusy": "errors",
     "CommunicatorClosed": "errors",
     "EplbError": "errors",
+    "EplbService": "service",
     "ExpertLoadFailed": "errors",
     "ExpertsLost": "errors",
     "Forecast": "core.forecast",
@@ -59,7 +63,12 @@ _HOME = {
     "NixlTransferTimeout": "errors",
     "Placement": "core.placement",
     "PlacementError": "errors",
+    "RebalanceFailed": "errors",
+    "RebalanceReport": "service",
+    "RebalanceTimeout": "errors",
     "Rendezvous": "rendezvous",
+    "ServiceHealth": "service",
+    "ServiceSettings": "service",
     "Settings": "settings",
     "TransferError": "errors",
     "WeightsError": "errors",
@@ -72,6 +81,7 @@ __all__ = [
     "CommunicatorBusy",
     "CommunicatorClosed",
     "EplbError",
+    "EplbService",
     "ExpertLoadFailed",
     "ExpertsLost",
     "Forecast",
@@ -88,7 +98,12 @@ __all__ = [
     "NixlTransferTimeout",
     "Placement",
     "PlacementError",
+    "RebalanceFailed",
+    "RebalanceReport",
+    "RebalanceTimeout",
     "Rendezvous",
+    "ServiceHealth",
+    "ServiceSettings",
     "Settings",
     "TransferError",
     "WeightsError",

@@ -245,6 +245,26 @@ class ActivationTimeout(MigrationError, TimeoutError):
         super().__init__(message, epoch=epoch, reason=reason, committed_layers=committed_layers)
 
 
+class RebalanceFailed(EplbError, RuntimeError):
+    """A round of the service ended without a placement, or without its migration, for a reason of another rank.
+
+    Attributes:
+        round: Number of the round; 0 if none was begun.
+        reason: Why.
+        ranks: Ranks that it is due to, where known.
+    """
+
+    def __init__(self, message: str, *, round: int = 0, reason: str = "", ranks: Iterable[int] = ()) -> None:
+        self.round = round
+        self.reason = reason
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+class RebalanceTimeout(RebalanceFailed, TimeoutError):
+    """``rebalance`` did not end within its timeout; the round goes on in the background."""
+
+
 class CommunicatorBusy(EplbError, RuntimeError):
     """A second operation was asked for while one is running, or memory is still leased."""
 

@@ -139,7 +139,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-        """Read settings from ``EPLB_ASYNC_<NAME>`` variables.
+        """Read settings from ``EPLB_ASYNC_<NAME>`` variables, without ``EPLB_ASYNC_SERVICE_<NAME>``: the service's.
 
         Args:
             environ: Variables to read; default ``os.environ``.
@@ -154,16 +154,21 @@ class Settings:
         values: dict[str, Any] = {}
         known = {f.name: f for f in fields(cls)}
         for variable, text in (os.environ if environ is None else environ).items():
-            if not variable.startswith("EPLB_ASYNC_"):
+            if not variable.startswith("EPLB_ASYNC_") or variable.startswith("EPLB_ASYNC_SERVICE_"):
                 continue
             name = variable.removeprefix("EPLB_ASYNC_").lower()
             if name not in known:
                 raise ValueError(f"{variable} names no setting; known: {', '.join(sorted(known))}")
-            values[name] = _parse(variable, text, getattr(DEFAULTS, name) if name != "secret" else b"")
+            values[name] = parse(variable, text, getattr(DEFAULTS, name) if name != "secret" else b"")
         return cls(**(values | overrides))
 
 
-def _parse(variable: str, text: str, like: object) -> object:
+def parse(variable: str, text: str, like: object) -> object:
+    """The value of a variable, of the type of another value.
+
+    Raises:
+        ValueError: The text is no such value.
+    """
     try:
         if isinstance(like, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]

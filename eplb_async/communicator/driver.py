@@ -12,17 +12,22 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol as Interface
 
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.chatter import Chatter
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
+from eplb_async.communicator.outbox import Outbox
+from eplb_async.communicator.report import View
 from eplb_async.communicator.steps import Steps
+from eplb_async.communicator.watch import Watch
 from eplb_async.communicator.using import Users
 from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.protocol import Protocol
 from eplb_async.core.wire import Codec, WireError
+from eplb_async.core.words import Assembly
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import (
     CommunicatorClosed,
@@ -36,9 +41,23 @@ from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.communicator")
 _DISCONNECTED = "disconnected"
-_MAX_EARLY = 16  # of each rank; pings, which are sent again, are not kept
+_MAX_EARLY = 16  # of each rank
+_NOT_KEPT = (messages.Ping, messages.Pong, messages.Word)  # they are sent again, or nobody can have subscribed yet
 _QUIET = (Phase.IDLE, Phase.CLOSED, Phase.FENCED)
 _LASTING = ("idle", "closed", "fenced")
+
+
+class Reader(Interface):
+    """Takes mail."""
+
+    def wants(self, topic: int) -> bool:
+        """Whether it takes what is about that topic."""
+
+    def deliver(self, sender: int, topic: int, payload: bytes) -> int:
+        """Takes a message; returns how many failed at it."""
+
+    def view_changed(self) -> None:
+        """There is another view, or this rank is in none any more."""
 
 
 class Driver:
@@ -95,6 +114,17 @@ class Driver:
             ping_interval=settings.ping_interval,
             majority_rule=settings.majority_rule,
         )
+        self.view = View(0, tuple(range(identity.ep_size)))
+        self.reader: Callable[[], Reader | None] = lambda: None
+        self.outbox = Outbox(engine, send=self._say, ping=self._ping, interval=settings.ping_interval / 4)
+        self.watch = Watch(
+            engine.loop,
+            idle_tick=settings.idle_tick,
+            members=self._watched,
+            ping=self._ping,
+            degraded=self.degraded,
+        )
+        self._assembly = Assembly(self.dropped)
         self._chatter = Chatter(settings.ping_interval)
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at: float | None = None
@@ -123,7 +153,7 @@ class Driver:
             self.on_introduction(message)
         elif self.opened or self.returning:
             self._hear(message)
-        elif not isinstance(message, messages.Ping | messages.Pong) and self._early_of[message.sender] < _MAX_EARLY:
+        elif not isinstance(message, _NOT_KEPT) and self._early_of[message.sender] < _MAX_EARLY:
             self._early.append(message)
             self._early_of[message.sender] += 1
         else:
@@ -149,11 +179,32 @@ class Driver:
     def _hear(self, message: messages.Message) -> None:
         if self.roster.same_start(message.sender, message.sender_incarnation):
             self._chatter.heard(message.sender)
+            self.watch.heard(message.sender)
+            self.outbox.heard(message.sender)
+            if isinstance(message, messages.Word):
+                self._hear_word(message)
+                return
             if isinstance(message, messages.Ping | messages.Pong):
                 self._strides[message.sender] = message.stride
             self.feed(events.Received(message))
         else:
             self.dropped["another incarnation"] += 1
+
+    def _hear_word(self, word: messages.Word) -> None:
+        """A part of mail: it moves nothing of the protocol."""
+        view, reader = self.view, self.reader()
+        if self.over:
+            self.dropped["over"] += 1
+        elif word.sender not in view.members:
+            self.dropped["foreign"] += 1
+        elif word.term != view.term:
+            self.dropped["stale" if word.term < view.term else "early"] += 1
+        elif reader is None or not reader.wants(word.topic):
+            self.dropped["unsubscribed"] += 1
+        else:
+            self._stay_awake()
+            if (payload := self._assembly.add(word)) is not None:
+                self.dropped["subscriber failed"] += reader.deliver(word.sender, word.topic, payload)
 
     def disconnected(self, agent: str) -> None:
         """NIXL says that an agent is gone: proof, if it is its rank's current one."""
@@ -245,6 +296,41 @@ class Driver:
             self.last_error = str(error)
             _log.warning("cannot send %s to rank %d: %s", type(message).__name__, to, error)
 
+    def _say(self, to: int, word: messages.Word) -> bool:
+        """Send a part of mail, in this view; returns False if that rank gets none."""
+        here = self.identity.rank
+        if self.over or to not in self.view.members or to in self.protocol.gone:
+            self.dropped["unsendable"] += 1
+            return False
+        word = replace(word, term=self.view.term, sender=here)
+        if to == here:
+            self.outbox.heard(here)
+            self._hear_word(word)
+        else:
+            self._stay_awake()
+            self.send(to, word)
+        return True
+
+    def _ping(self, to: int) -> None:
+        self.send(to, messages.Ping(term=self.protocol.term))
+
+    def watch_every(self, seconds: float) -> None:
+        """Ping all members at this interval; 0 for never."""
+        if not self.over:
+            self.watch.set(seconds)
+
+    def _watched(self) -> frozenset[int]:
+        """Whom the watch pings."""
+        protocol = self.protocol
+        return frozenset() if self.over else protocol.members - protocol.gone - {self.identity.rank}
+
+    def _stay_awake(self) -> None:
+        """Mail is answered: look for it often, for as long as an idle rank may take to see what it was sent."""
+        until = self._engine.loop.time() + 2 * self.settings.idle_tick
+        if until > self._linger_until + self.settings.idle_tick / 2 and not self.over:
+            self._linger_until = until
+            self._settle_timers()
+
     # -------------------------------------------------------------------------------------- what comes out
     def _do(self, command: events.Command) -> None:
         attempt = self.attempt
@@ -260,7 +346,8 @@ class Driver:
             case events.Ended():
                 if attempt is not None:
                     if not command.complete:
-                        self._linger_until = self._engine.loop.time() + 1.0  # peers may still read from us (I-17)
+                        # Peers may still read from us (I-17).
+                        self._linger_until = max(self._linger_until, self._engine.loop.time() + 1.0)
                     self._engine.spawn(self._finish(attempt, command), "end of an epoch")
             case events.InDoubt(reason):
                 self.last_error = reason
@@ -277,6 +364,10 @@ class Driver:
                     )
             case events.Installed(term, members):
                 _log.info("view %d: members %s", term, sorted(members))
+                self._assembly.clear()
+                self.dropped["unsendable"] += self.outbox.clear()
+                self.view = View(term, tuple(sorted(members)))
+                self._tell_view()
                 if self.steps is not None:
                     self.steps.term = term
                 self.on_installed(members)
@@ -314,7 +405,12 @@ class Driver:
             _log.error("this rank is out of the group, which goes on without it: %s", why)
         if self.attempt is not None:
             self.attempt.fail(CommunicatorClosed(f"the communicator is {why}"))
+        self._tell_view()
         self.note()
+
+    def _tell_view(self) -> None:
+        if (reader := self.reader()) is not None:
+            reader.view_changed()
 
     def behind(self) -> tuple[int, ...]:
         """Members that have come least far among the steps, this rank included, and those not heard of yet."""
@@ -331,7 +427,7 @@ class Driver:
         if self.steps is None or not self.steps.waiting or self.over:
             return
         for rank in self.protocol.members - {self.identity.rank}:
-            self.send(rank, messages.Ping(term=self.protocol.term))
+            self._ping(rank)
         self._asking = self._engine.loop.call_later(self.settings.ping_interval, self._ask_strides)
 
     def _settle_timers(self) -> None:
@@ -401,6 +497,8 @@ class Driver:
 
     def stop(self) -> None:
         """No more timers."""
+        self.watch.stop()
+        self.outbox.stop()
         for timer in (self._timer, self._asking):
             if timer is not None:
                 timer.cancel()

@@ -14,11 +14,13 @@ import torch
 
 from eplb_async.communicator.listeners import AppliedCallback, Listeners
 from eplb_async.communicator.loading import Loader, LoadExpert, refuse_inside
+from eplb_async.communicator.mail import Mail
 from eplb_async.communicator.opener import Opener
 from eplb_async.communicator.owner import checked_version, chosen_layers
-from eplb_async.communicator.report import Health, MigrationReport
+from eplb_async.communicator.report import Health, MigrationReport, View
 from eplb_async.communicator.session import Session
 from eplb_async.communicator.steps import Steps
+from eplb_async.communicator.watch import checked_interval
 from eplb_async.communicator.using import Use
 from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
@@ -37,8 +39,8 @@ _log = logging.getLogger("eplb_async.communicator")
 class AsyncEplbCommunicator:
     """Moves expert weights between the ranks of one expert-parallel group. Make one with :meth:`open`.
 
-    Bound to the loop that opened it; only :meth:`health`, :meth:`plan`, :attr:`placement`, :meth:`using`,
-    :meth:`on_applied`, and :meth:`step` and :meth:`idle` may be used from other threads.
+    Bound to the loop that opened it; only :meth:`health`, :meth:`plan`, :attr:`placement`, :attr:`view`, :attr:`mail`,
+    :meth:`using`, :meth:`on_applied`, and :meth:`step` and :meth:`idle` may be used from other threads.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class AsyncEplbCommunicator:
         self._closed = False
         self._closing: asyncio.Future[tuple[str, ...]] | None = None
         self._steps = session.steps
+        self._mail = Mail(engine, session.driver)
+        session.driver.reader = weakref.ref(self._mail)  # what a subscriber holds may hold this
         self._uses = None if session.users is None else session.users.uses
         self._listeners = Listeners()
         session.listeners = weakref.ref(self._listeners)
@@ -508,6 +512,40 @@ class AsyncEplbCommunicator:
         """What is true now, layer by layer. Thread-safe."""
         return self._session.placement
 
+    @property
+    def activation(self) -> str:
+        """``"immediate"`` or ``"step"``: when layers are applied, as the settings of ``open`` say. Thread-safe."""
+        return self._session.settings.activation
+
+    @property
+    def view(self) -> View:
+        """Who is in the group: term and members of the view. Thread-safe."""
+        return self._session.driver.view
+
+    @property
+    def mail(self) -> Mail:
+        """Small messages between members, for the layer above. Thread-safe."""
+        return self._mail
+
+    def watch(self, seconds: float) -> None:
+        """Ping every member at this interval also while nothing is waited for; 0 ends that, and is the default.
+
+        So a process that has died is proven gone within one or two intervals, and the view changes without it, also
+        while no migration runs. A member that is silent for two intervals and two of ``settings.idle_tick`` more is
+        named in ``health().degraded`` until it is heard; silence is no proof, and changes nothing else. One that has
+        not answered 64 pings gets one in 64, so its death is noticed that much later.
+
+        Args:
+            seconds: Between two pings of one member: 0, or 0.05 to 3600.
+
+        Raises:
+            ValueError: It is none of these.
+            CommunicatorClosed: It is closed.
+        """
+        self._check_usable()
+        interval = checked_interval(seconds)
+        self._engine.post(lambda: self._session.driver.watch_every(interval))
+
     def plan(self, placement: Placement, *, gbps: float | None = None, local_gbps: float | None = None) -> Forecast:
         """What :meth:`migrate` to this placement would move now: nothing is sent, and nothing changes.
 
@@ -555,6 +593,7 @@ class AsyncEplbCommunicator:
         limit = seconds(timeout, self._session.settings.close_timeout)
         if self._closing is None:
             self._closed = True
+            self._mail.close()
             self._closing = asyncio.ensure_future(self._close(limit))
         return await asyncio.shield(self._closing)
 

@@ -38,6 +38,19 @@ class MigrationReport:
     longest_native_call: tuple[float, str]
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who is in the group.
+
+    Attributes:
+        term: Number of the view; later ones have greater ones.
+        members: Its ranks, ascending. The lowest coordinates.
+    """
+
+    term: int
+    members: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """What a communicator is doing now; ``str()`` of it is one line for a log.

@@ -215,3 +215,22 @@ class Met(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Message):
     """The sender closes (rule 10)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word(Message):
+    """A part of a message of the layer above (see ``mail``); it is not the protocol's, and moves nothing of it.
+
+    Attributes:
+        topic: What it is about, to the layer above.
+        serial: Number of the message; later ones of a sender have greater ones.
+        part: Which part of it this is, from 0.
+        parts: How many there are.
+        data: The part's bytes.
+    """
+
+    topic: int
+    serial: int
+    part: int
+    parts: int
+    data: bytes

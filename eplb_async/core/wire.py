@@ -27,6 +27,9 @@ KEY_SIZE = 32
 DIGEST_SIZE = 16
 MAX_REASON = 512
 MAX_BLOB = 1 << 20
+MAX_TOPIC = (1 << 16) - 1
+MAX_WORD = 32 << 10
+MAX_PARTS = 128
 MAX_RANKS = 4096
 MAX_LAYERS = 4096
 MAX_COUNTER = (1 << 62) - 1
@@ -237,6 +240,7 @@ _KINDS: tuple[type[Message], ...] = (
     messages.Install,
     messages.Leave,
     messages.Met,
+    messages.Word,
 )
 """A kind's number on the wire is its index. Append only."""
 
@@ -281,6 +285,13 @@ def _forms(ep_size: int, num_layers: int) -> dict[type[Message], tuple[int, list
         },
         messages.Install: {"members": ranks, "upto": upto, "at": steps, "next_epoch": counter},
         messages.Met: {"rank": _number(_U32, "rank", ep_size - 1), "start": counter, "digest": _DIGEST},
+        messages.Word: {
+            "topic": _number(_U16, "topic", MAX_TOPIC),
+            "serial": counter,
+            "part": _number(_U16, "part", MAX_PARTS - 1),
+            "parts": _number(_U16, "parts", MAX_PARTS, 1),
+            "data": _blob(MAX_WORD),
+        },
     }
     return {make: (kind, list(bodies.get(make, {}).items())) for kind, make in enumerate(_KINDS)}
 

@@ -57,6 +57,11 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "last_attempt": counter,
     "next_epoch": counter,
     "stride": counter,
+    "topic": st.integers(0, wire.MAX_TOPIC),
+    "serial": counter,
+    "part": st.integers(0, wire.MAX_PARTS - 1),
+    "parts": st.integers(1, wire.MAX_PARTS),
+    "data": st.binary(max_size=300),
 }
 KINDS: list[type[Message]] = [
     kind
@@ -202,6 +207,11 @@ def test_the_largest_introduction_fits() -> None:
     assert CODEC.decode(CODEC.encode(message)) == message
 
 
+def test_the_largest_word_fits() -> None:
+    message = messages.Word(topic=wire.MAX_TOPIC, serial=1, part=127, parts=128, data=bytes(wire.MAX_WORD))
+    assert CODEC.decode(CODEC.encode(message)) == message
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -223,6 +233,13 @@ def test_the_largest_introduction_fits() -> None:
         messages.Join(digests=(bytes(16),) * 3, last_epoch=-1),
         messages.End(upto=0, at=(0,) * LAYERS, origin=RANKS, reason=""),
         messages.End(upto=0, at=(0,) * LAYERS, origin=-2, reason=""),
+        messages.Word(topic=-1, serial=1, part=0, parts=1, data=b""),
+        messages.Word(topic=wire.MAX_TOPIC + 1, serial=1, part=0, parts=1, data=b""),
+        messages.Word(topic=0, serial=-1, part=0, parts=1, data=b""),
+        messages.Word(topic=0, serial=1, part=wire.MAX_PARTS, parts=1, data=b""),
+        messages.Word(topic=0, serial=1, part=0, parts=0, data=b""),
+        messages.Word(topic=0, serial=1, part=0, parts=wire.MAX_PARTS + 1, data=b""),
+        messages.Word(topic=0, serial=1, part=0, parts=1, data=bytes(wire.MAX_WORD + 1)),
     ],
     ids=str,
 )

@@ -1,0 +1,282 @@
+"""Runs the rounds of one rank on the user's loop: mail in, actions out, one task for each piece of work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator.loading import LoadExpert
+from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError, describe
+from eplb_async.service.actions import Action, Collect, Decide, End, Move, Send, Stop
+from eplb_async.service.decision import Policy, decide
+from eplb_async.service.payloads import TOPIC, Loads, PayloadError, Verdict, decode
+from eplb_async.service.rounds import Rounds
+from eplb_async.service.settings import ServiceSettings
+
+__all__ = ["Owner", "Runner"]
+
+T = TypeVar("T")
+_log = logging.getLogger("eplb_async.service")
+
+# Of these the other ranks know nothing: this rank has not joined. What ends an epoch is known to all.
+_AT_ONCE = (CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError, TypeError, ValueError)
+
+
+class Owner(Protocol):
+    """Whose rounds are run."""
+
+    def loads(self) -> tuple[NDArray[np.float64], int]:
+        """This rank's loads and the steps they are of; called in a thread."""
+
+    def began(self) -> None:
+        """A round was begun."""
+
+    def ended(self, end: End, cause: Exception | None, migration: MigrationReport | None) -> None:
+        """A round, or the wish for one, is over; with the error of this rank that ended it."""
+
+    def viewed(self, *, changed: bool) -> None:
+        """There may be another view; whether it has other members."""
+
+    def lost(self, reason: str) -> None:
+        """The communicator is out of the group."""
+
+
+class Runner:
+    """Drives `Rounds`. Everything but :meth:`heard` runs on the loop.
+
+    Args:
+        comm: The communicator.
+        owner: Whose rounds they are.
+        rank: This rank.
+        settings: Timeouts and gates.
+        policy: The policy, or ``None`` for the default one.
+        load_expert: For ``comm.migrate``.
+        workers: Runs the policy and sums loads.
+    """
+
+    def __init__(
+        self,
+        comm: AsyncEplbCommunicator,
+        owner: Owner,
+        *,
+        rank: int,
+        settings: ServiceSettings,
+        policy: Policy | None,
+        load_expert: LoadExpert | None,
+        workers: Executor,
+    ) -> None:
+        self.rounds = Rounds(rank, timeout=settings.round_timeout, min_interval=settings.min_interval)
+        self.loop = asyncio.get_running_loop()
+        self._comm = comm
+        self._owner = owner
+        self._settings = settings
+        self._policy = policy
+        self._load_expert = load_expert
+        self._workers = workers
+        self._queue: deque[Action] = deque()
+        self._draining = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._moving: asyncio.Task[None] | None = None
+        self._deciding: tuple[int, asyncio.Future[Verdict]] | None = None
+        self._cause: Exception | None = None
+        self._migration: MigrationReport | None = None
+        me = weakref.ref(self)  # the communicator must not keep a service alive that was dropped
+
+        def heard(sender: int, payload: bytes) -> None:
+            if (runner := me()) is not None:
+                runner.heard(sender, payload)
+
+        def viewed() -> None:
+            if (runner := me()) is not None:
+                runner.post(runner.viewed)
+
+        self._removers = [comm.mail.subscribe(TOPIC, heard), comm.mail.on_view(viewed)]
+
+    # ------------------------------------------------------------------------------------------ what goes in
+    def heard(self, sender: int, payload: bytes) -> None:
+        """A member's service said something; on the engine thread."""
+        self.post(lambda: self._hear(sender, payload))
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Run something on the loop, from any thread; nothing happens once it is closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(callback)
+
+    def viewed(self) -> None:
+        """The communicator says that there is another view, or that this rank is in none."""
+        self.look()
+        self._owner.viewed(changed=False)
+
+    def look(self) -> None:
+        """See whether there is another view."""
+        view, known = self._comm.view, self.rounds.members
+        self.do(self.rounds.view(view.term, view.members, self.loop.time()))
+        if view.members != known:
+            self._owner.viewed(changed=bool(known))
+
+    def want(self, ticket: int, *, force: bool = False) -> None:
+        """Somebody wants a round."""
+        self.look()
+        self.do(self.rounds.want(ticket, self.loop.time(), force=force))
+
+    def do(self, actions: list[Action]) -> None:
+        """Do what the rounds say, one thing after the other, also where one of them leads to more."""
+        self._queue += actions
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._queue:
+                self._act(self._queue.popleft())
+        finally:
+            self._draining = False
+        self._set_timer()
+
+    async def close(self, reason: str) -> None:
+        """End what runs, tell the others, and wait until this rank's migration has let go."""
+        self.do(self.rounds.close(reason, self.loop.time()))
+        self.forget()
+        moving, self._moving = self._moving, None
+        if moving is not None and moving is not asyncio.current_task():
+            await asyncio.wait([moving])
+
+    def forget(self) -> None:
+        """Hear nothing any more."""
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
+        self._set_timer()
+
+    # --------------------------------------------------------------------------------------------- within
+    def _hear(self, sender: int, payload: bytes) -> None:
+        self.look()
+        try:
+            message = decode(payload, self._comm.placement)
+        except PayloadError as error:
+            _log.warning(
+                "rank %d: the service of rank %d sent what it should not: %s; does it run the same version?",
+                self.rounds.rank,
+                sender,
+                error,
+            )
+            self.do(self.rounds.damaged(sender, str(error), self.loop.time()))
+        else:
+            self.do(self.rounds.receive(sender, message, self.loop.time()))
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Send(to, message):
+                try:
+                    self._comm.mail.send(to, TOPIC, message.encode())
+                except CommunicatorClosed as error:
+                    self._owner.lost(str(error))
+            case Collect(number):
+                self._cause = self._migration = None
+                self._owner.began()
+                self._spawn(self._collect(number), f"loads of round {number}")
+            case Decide():
+                self._spawn(self._decide(action), f"policy of round {action.round}")
+            case Move(number, verdict):
+                self._moving = self._spawn(self._move(number, verdict), f"migration of round {number}")
+            case Stop():
+                if self._moving is not None:
+                    self._moving.cancel()
+            case End(number):
+                cause, migration = (self._cause, self._migration) if number else (None, None)
+                self._owner.ended(action, cause, migration)
+
+    async def _collect(self, number: int) -> None:
+        try:
+            loads, steps = await self._off(self._owner.loads)
+        except Exception as error:
+            self._cause = error
+            why = f"its loads cannot be read: {describe(error)}"
+            self.do(self.rounds.failed(number, why, self.loop.time(), tell=True))
+        else:
+            answer = Loads(term=self.rounds.term, round=number, loads=loads, steps=steps)
+            self.do(self.rounds.collected(number, answer, self.loop.time()))
+
+    async def _decide(self, action: Decide) -> None:
+        if self._deciding is not None and not self._deciding[1].done():
+            why = f"the policy of round {self._deciding[0]} still runs; make it faster, or raise round_timeout"
+            self._decided(action.round, Verdict(term=0, round=0, outcome="failed", reason=why))
+            return
+        placement, members = self._comm.placement, self.rounds.members
+        running = self._off(
+            lambda: decide(
+                action.loads,
+                placement,
+                members=members,
+                policy=self._policy,
+                settings=self._settings,
+                force=action.force,
+            )
+        )
+        self._deciding = (action.round, running)
+        try:
+            verdict = await asyncio.shield(running)
+        except Exception as error:
+            if self.rounds.stage == "deciding":
+                self._cause = error
+            _log.exception("rank %d: the policy failed in round %d", self.rounds.rank, action.round)
+            why = f"the policy failed: {describe(error)}"
+            verdict = Verdict(term=0, round=0, outcome="failed", reason=why)
+        self._decided(action.round, verdict)
+
+    def _decided(self, number: int, verdict: Verdict) -> None:
+        self.do(self.rounds.decided(number, verdict, self.loop.time()))
+
+    async def _move(self, number: int, verdict: Verdict) -> None:
+        assert verdict.placement is not None
+        try:
+            migration = await self._comm.migrate(
+                verdict.placement, timeout=self._settings.migrate_timeout, load_expert=self._load_expert
+            )
+        except asyncio.CancelledError:  # stopped, or the task was cancelled by somebody: all ranks end at one layer
+            self.do(self.rounds.failed(number, "its migration was cancelled", self.loop.time(), tell=False))
+            raise
+        except Exception as error:
+            self._cause = error
+            at_once = isinstance(error, _AT_ONCE)
+            self.do(self.rounds.failed(number, describe(error), self.loop.time(), tell=at_once))
+            if isinstance(error, CommunicatorClosed):
+                self._owner.lost(str(error))
+        else:
+            self._migration = migration
+            self.do(self.rounds.moved(number, self.loop.time()))
+
+    def _off(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return self.loop.run_in_executor(self._workers, work)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self.loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed; please report it", task.get_name(), exc_info=error)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wakeup = self.rounds.next_wakeup if self._removers else None
+        self._timer = None if wakeup is None else self.loop.call_at(wakeup, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.look()
+        self.do(self.rounds.tick(self.loop.time()))

@@ -1,0 +1,543 @@
+"""``EplbService``: what keeps the experts of a server balanced while it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_async.communicator import MAX_MAIL, AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator.loading import LoadExpert
+from eplb_async.core.placement import Placement
+from eplb_async.errors import CommunicatorClosed, RebalanceFailed, RebalanceTimeout, describe
+from eplb_async.service.actions import End
+from eplb_async.service.counter import AttachedCounter
+from eplb_async.service.decision import Policy
+from eplb_async.service.forward import Forward
+from eplb_async.service.gates import NEVER, Gates
+from eplb_async.service.report import RebalanceReport, ServiceHealth
+from eplb_async.service.rounds import AUTOMATIC
+from eplb_async.service.runner import Runner
+from eplb_async.service.settings import ServiceSettings
+from eplb_async.service.window import LoadWindow
+from eplb_async.settings import seconds
+from eplb_async.telemetry.emitter import Emitter
+from eplb_async.telemetry.event import Hook
+from eplb_async.threads import DaemonExecutor
+
+__all__ = ["EplbService"]
+
+_log = logging.getLogger("eplb_async.service")
+_GONE = ("closing", "closed", "fenced")
+_ROOM = 4096  # of a mail, for what is neither loads nor placement
+
+
+class EplbService:
+    """Load balancing of one rank: ``async with EplbService(comm) as service``. One on each rank of the group.
+
+    The lowest rank of the view coordinates: every ``step_interval`` steps, after a change of the members, and when any
+    rank calls :meth:`rebalance`, it sums the loads of all ranks, runs the policy, and tells all ranks the placement,
+    which they migrate to. A failed round is logged, counted, and tried again after a back-off; it never ends the
+    service.
+
+    Bound to the loop that the communicator is bound to. :meth:`record`, :meth:`forward`, :meth:`idle`, :meth:`pause`,
+    :meth:`resume` and :meth:`health` may be called in any thread.
+
+    Args:
+        comm: The communicator, which the service does not close.
+        policy: ``policy(loads, placement)`` with loads float64 ``[num_layers, num_logical]``, summed over the ranks,
+            gives the placement to move to. Called in a thread, on the coordinator. Default `rebalance_experts` from
+            the placement as it is.
+        settings: Default from ``EPLB_ASYNC_SERVICE_*``.
+        load_expert: For ``comm.migrate``: supplies experts whose only copies were on ranks that are out. Either every
+            rank has one or none.
+        telemetry: Called with each event, on this loop, in the context of this call.
+
+    Raises:
+        ValueError: The group has more experts than fit in one message.
+        RuntimeError: There is no running loop.
+    """
+
+    def __init__(
+        self,
+        comm: AsyncEplbCommunicator,
+        *,
+        policy: Policy | None = None,
+        settings: ServiceSettings | None = None,
+        load_expert: LoadExpert | None = None,
+        telemetry: Hook | None = None,
+    ) -> None:
+        self._closed = "not entered yet; use `async with`"
+        self.comm = comm
+        self.settings = settings or ServiceSettings.from_env()
+        health, placement = comm.health(), comm.placement
+        _check_room(placement)
+        self._rank = health.rank
+        self._window = LoadWindow(placement, steps=self.settings.window_steps, rank=self._rank)
+        self._counter: AttachedCounter | None = None
+        self._uncount: Callable[[], None] = lambda: None
+        self._collected = 0
+        self._gates = Gates(self.settings)
+        self._forward = Forward(comm, self._wake)
+        self._alarm = NEVER  # of the steps recorded
+        self._waiters: dict[int, asyncio.Future[RebalanceReport]] = {}
+        self._tickets = itertools.count(AUTOMATIC + 1)
+        self._rounds: Counter[str] = Counter()
+        self._last_error = ""
+        self._last_report: RebalanceReport | None = None
+        self._closing: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._phase = ("idle", 0.0)
+        self._thread = threading.get_ident()
+        self._emitter = (
+            None
+            if telemetry is None
+            else Emitter(telemetry, group=getattr(health, "group", "default"), rank=self._rank)
+        )
+        self._workers = self._make_workers(f"eplb-async service {self._rank}")
+        self._runner = Runner(
+            comm,
+            self,
+            rank=self._rank,
+            settings=self.settings,
+            policy=policy,
+            load_expert=load_expert,
+            workers=self._workers,
+        )
+
+    _make_workers = staticmethod(lambda name: DaemonExecutor(2, name=name))  # loads beside a policy that hangs
+    """Gives the threads that sum loads and run the policy; a loop without threads has another."""
+
+    async def __aenter__(self) -> EplbService:
+        """Start; automatic rounds begin from now on.
+
+        Raises:
+            CommunicatorClosed: The communicator is closed, or was fenced.
+        """
+        if self._closing is not None:
+            raise CommunicatorClosed("the service is closed; make a new one")
+        self._closed = ""
+        self._now_is("idle")
+        try:
+            self.comm.watch(self.settings.watch_interval)
+            if self.settings.max_bytes_per_second:
+                self.comm.limit(self.settings.max_bytes_per_second)
+        except CommunicatorClosed as error:
+            self.lost(str(error))
+            raise
+        self._runner.look()
+        self._review()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # ------------------------------------------------------------------------------------------ any thread
+    def record(self, counts: Any, *, by: str | None = None, placement: Placement | None = None) -> None:
+        """Add the counts of one step to the window; takes microseconds.
+
+        Over all ranks each token counts once for each expert that it goes to: count what arrives at the own slots, or
+        what this rank sends. Leave padding tokens out, and do not call it for a dummy step.
+
+        Args:
+            counts: Tokens, integers or floats, numpy or torch in CPU memory: ``[num_layers, num_physical]``,
+                ``[num_layers, num_logical]`` or ``[num_layers, num_local_experts]``. They are copied.
+            by: ``"slots"``, ``"experts"`` or ``"local"``; default by the width.
+            placement: Where the experts were in that step; default as in the last :meth:`forward`, else as they are.
+
+        Raises:
+            ValueError: The counts cannot be counted, or are of several kinds by their width; nothing was.
+            PlacementError: The placement is of other sizes; nothing was counted.
+        """
+        self._window.record(counts, placement or self._forward.placement or self.comm.placement, by)
+        if self._window.recorded >= self._alarm:
+            self._alarm = NEVER
+            self._wake()
+
+    def forward(self, number: int | None = None) -> Forward:
+        """Around each forward pass of an engine in lock-step, ``with`` or ``async with``: a step of the communicator.
+
+        As ``comm.step(number)``, whose context it gives, and about a microsecond more: :meth:`record` goes by the
+        placement of this step, and the step counts for ``step_interval``.
+
+        Raises:
+            ActivationTimeout: On entering, as ``comm.step()`` does, and likewise the next two.
+            CommunicatorClosed: On entering: the communicator is closed, or was fenced.
+            ValueError: The number is not above the last one.
+            RuntimeError: A step is running, or layers are applied at once: there `comm.using(layer)` is the way.
+        """
+        if not self._steps:
+            raise RuntimeError(
+                "forward() is for engines in lock-step, opened with Settings(activation='step') on every rank; here "
+                "layers are applied at once: enter comm.using(layer) around the use of each layer, and call record()"
+            )
+        self._forward.step = self.comm.step(number)
+        return self._forward
+
+    def idle(self, number: int | None = None) -> None:
+        """The engine stops stepping for now, on every rank after the same step: ``comm.idle(number)``."""
+        self.comm.idle(number)
+
+    def pause(self) -> None:
+        """Take part in no round until :meth:`resume`, so that rounds end ``paused``; one that moves already goes on.
+
+        ``comm.pause()`` is another thing: it holds up the READs of this rank.
+        """
+        self._on_loop(self._pause)
+
+    def resume(self) -> None:
+        """End a :meth:`pause`."""
+        self._on_loop(self._resume)
+
+    def health(self) -> ServiceHealth:
+        """What is going on now."""
+        rounds, now = self._runner.rounds, self._runner.loop.time()
+        steps, leads = self._count(), rounds.coordinator == self._rank
+        phase, since = self._phase
+        return ServiceHealth(
+            phase=phase,
+            seconds_in_phase=max(0.0, now - since),
+            round=rounds.number,
+            rank=self._rank,
+            coordinator=rounds.coordinator,
+            members=rounds.members,
+            waiting_for=rounds.waiting_for,
+            paused=rounds.paused,
+            steps=steps,
+            steps_left=None if self._closed else self._gates.steps_left(steps, leads=leads),
+            seconds_left=max(self._gates.wait(now), rounds.open_before(now)),
+            rounds=dict(self._rounds),
+            failures=self._gates.failures,
+            dropped=dict(rounds.dropped),
+            last_error=self._last_error,
+            last_report=self._last_report,
+            closed=self._closed or self._over(),
+        )
+
+    # -------------------------------------------------------------------------------------------- the loop
+    def attach(self, counter: Any, *, by: str | None = None) -> None:
+        """Read loads from a tensor that the engine's kernels add to, instead of :meth:`record`; replaces the last one.
+
+        It is copied out beside the engine, a few times within ``window_steps`` steps of :meth:`forward`, and before
+        each round. See `AttachedCounter` for what it may be.
+
+        Args:
+            counter: int32 or int64, torch or numpy, that only grows: as ``counts`` of :meth:`record`.
+            by: As there.
+
+        Raises:
+            ValueError: It cannot be read, or is of several kinds by its width; the last one stays.
+        """
+        comm = self.comm  # which holds the counter: it must not hold this
+        made = AttachedCounter(counter, lambda: comm.placement, by=by, rank=self._rank)
+        self._uncount()
+        self._uncount, self._counter = self.comm.on_applied(made.applied), made
+        self._collected = self._forward.count
+        self._set_alarms()
+
+    async def rebalance(self, *, force: bool = False, timeout: float | None = None) -> RebalanceReport:
+        """Have a round now, and wait for its end on this rank. Any rank may ask; one round serves all who do.
+
+        Cancelled or timed out: the round goes on in the background.
+
+        Args:
+            force: Move for any gain, and also within ``min_interval``. A rank that is paused is not moved.
+            timeout: Seconds to wait; default what all deadlines of a round, and of one before it, add up to.
+
+        Returns:
+            How the round ended; never ``failed``.
+
+        Raises:
+            RebalanceTimeout: The timeout passed.
+            RebalanceFailed: The round failed for a reason of another rank.
+            CommunicatorClosed: The service is closed, or the communicator is closed or fenced.
+            Exception: What failed on this rank: the policy, or ``migrate``.
+        """
+        self._check()
+        whole = 3.5 * self.settings.round_timeout + self.settings.migrate_timeout
+        limit = seconds(timeout, 2 * whole)
+        ticket = next(self._tickets)
+        future: asyncio.Future[RebalanceReport] = self._runner.loop.create_future()
+        self._waiters[ticket] = future
+        try:
+            self._runner.want(ticket, force=force)
+            async with asyncio.timeout(limit):
+                return await future
+        except TimeoutError as error:
+            if future.done() and not future.cancelled() and future.exception() is error:
+                raise  # what the round failed of
+            raise RebalanceTimeout(
+                f"the round was not over within {limit:g} s and goes on: {self.health()}",
+                round=self._runner.rounds.number,
+            ) from None
+        finally:
+            self._waiters.pop(ticket, None)
+
+    async def aclose(self) -> None:
+        """Take part in no round any more; one that runs is ended, on all ranks. The communicator stays open.
+
+        Idempotent: every call returns when it is closed. Cancelled: closing goes on in the background.
+        """
+        self._check_loop()
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    # ------------------------------------------------------------------------------- for what runs the rounds
+    def loads(self) -> tuple[NDArray[np.float64], int]:
+        """This rank's loads and the steps they are of; called in a thread."""
+        self._collect()
+        return self._window.loads()
+
+    def began(self) -> None:
+        """A round was begun here."""
+        self._gates.began(self._count())
+        self._set_alarms()
+        self._note()
+
+    def ended(self, end: End, cause: Exception | None, migration: MigrationReport | None) -> None:
+        """A round, or the wish for one, is over here."""
+        report = _report(end, migration)
+        self._rounds[report.outcome] += 1
+        if end.round or AUTOMATIC in end.tickets:
+            self._gates.ended(report.outcome, self._runner.loop.time())
+        if end.round:
+            self._last_report = report
+        self._say(report, end, cause)
+        for ticket in end.tickets:
+            waiter = self._waiters.get(ticket)
+            if waiter is None or waiter.done():
+                continue
+            if report.outcome != "failed":
+                waiter.set_result(report)
+            elif self._closed:
+                waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
+            else:
+                waiter.set_exception(cause or _failure(end))
+        self._note()
+        if not self._closed:
+            self._runner.post(self._review)
+
+    def viewed(self, *, changed: bool) -> None:
+        """There may be another view; with other members, slots are empty, or hold what nobody can use."""
+        if changed:
+            self._gates.urge()
+        self._runner.post(self._review)
+
+    def lost(self, reason: str) -> None:
+        """The communicator is out of the group: the service is over."""
+        if self._closed or self._closing is not None:
+            return
+        _log.error("rank %d: the service is over, since the communicator is: %s; open both anew", self._rank, reason)
+        self._runner.post(lambda: None if self._closing else self._begin_close(reason))
+
+    # ---------------------------------------------------------------------------------------------- within
+    @property
+    def _steps(self) -> bool:
+        return self.comm.activation == "step"
+
+    def _begin_close(self, reason: str) -> None:
+        self._closed = reason
+        self._closing = asyncio.ensure_future(self._close())
+
+    async def _close(self) -> None:
+        self._closed = self._closed or "closed"
+        if self._timer is not None:
+            self._timer.cancel()
+        self._alarm = self._forward.alarm = NEVER
+        self._uncount()
+        await self._runner.close("its service closes")
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
+        self._workers.shutdown()
+        self._note()
+
+    def _count(self) -> int:
+        """Steps so far: recorded, or run, whichever are more."""
+        return max(self._window.recorded, self._forward.count)
+
+    def _collect(self) -> None:
+        if self._counter is not None:
+            steps, self._collected = self._forward.count - self._collected, self._forward.count
+            self._window.add(self._counter.collect(timeout=self.settings.round_timeout), steps)
+
+    def _wake(self) -> None:
+        self._runner.post(self._review)
+
+    def _review(self) -> None:
+        """Steps have passed, or time, or a round: is the next one due?"""
+        if self._closed:
+            return
+        if over := self._over():
+            self.lost(over)
+            return
+        rounds, now = self._runner.rounds, self._runner.loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._counter is not None and self._forward.count - self._collected >= self._pace():
+            self._runner.loop.run_in_executor(self._workers, self._collect_aside)
+        left = self._gates.steps_left(self._count(), leads=rounds.coordinator == self._rank)
+        if left == 0 and rounds.stage == "idle" and not rounds.paused:
+            wait = max(self._gates.wait(now), rounds.open_before(now))
+            if wait > 0:
+                self._timer = self._runner.loop.call_later(wait, self._review)
+            else:
+                self._gates.began(self._count())
+                self._runner.want(AUTOMATIC)
+        self._set_alarms()
+
+    def _set_alarms(self) -> None:
+        """At which step to look again. What is due already is looked at when a round or a pause ends, or by time."""
+        left = self._gates.steps_left(self._count(), leads=self._runner.rounds.coordinator == self._rank)
+        at = self._count() + left if left and not self._closed else NEVER
+        self._alarm = self._forward.alarm = at
+        if self._counter is not None and not self._closed:
+            self._forward.alarm = min(at, self._collected + self._pace())
+
+    def _pace(self) -> int:
+        """Steps between two copies of the counter."""
+        return max(1, self.settings.window_steps // 8)
+
+    def _collect_aside(self) -> None:
+        try:
+            self._collect()
+        except Exception as error:
+            self._last_error = f"the attached counter cannot be read: {describe(error)}"
+            _log.exception("rank %d: the attached counter cannot be read; attach it anew", self._rank)
+
+    def _pause(self) -> None:
+        if not self._runner.rounds.paused:
+            self._runner.do(self._runner.rounds.pause())
+            _log.info("rank %d: rebalancing is paused until resume(), on all ranks", self._rank)
+            self._emit("rebalancing_paused")
+            self._note()
+
+    def _resume(self) -> None:
+        if self._runner.rounds.paused:
+            self._runner.rounds.paused = False
+            _log.info("rank %d: rebalancing goes on", self._rank)
+            self._emit("rebalancing_resumed")
+            self._note()
+            self._review()
+
+    def _say(self, report: RebalanceReport, end: End, cause: Exception | None) -> None:
+        """Tell the log and the hook how a round ended."""
+        known = {name: getattr(report, name) for name in _TOLD}
+        if report.outcome == "failed":
+            wait = self._gates.wait(self._runner.loop.time())
+            self._last_error = f"round {end.round}: {end.reason}"
+            self._log_failure(end, wait)
+            self._emit("round_failed", round=end.round, reason=end.reason, failures=self._gates.failures, retry_in=wait)
+        elif report.outcome == "moved":
+            _log.info(
+                "rank %d: round %d moved %d slots in %.2f s, balancedness %.3f to %.3f",
+                self._rank,
+                end.round,
+                report.num_moves,
+                report.seconds,
+                report.balancedness_before,
+                report.balancedness_after,
+            )
+        else:
+            level = logging.INFO if end.round else logging.DEBUG
+            _log.log(level, "rank %d: round %d: %s: %s", self._rank, end.round, report.outcome, report.reason)
+        self._emit("rebalance_ended", **known)
+
+    def _log_failure(self, end: End, wait: float) -> None:
+        if self._closed:
+            _log.info("rank %d: round %d ended: %s", self._rank, end.round, end.reason)
+            return
+        automatic = self.settings.step_interval > 0
+        _log.warning(
+            "rank %d: round %d failed: %s. The experts stay where they are%s; %s",
+            self._rank,
+            end.round,
+            end.reason,
+            f", look at ranks {list(end.ranks)}" if end.ranks else "",
+            f"tried again in {wait:.1f} s" if automatic and wait else "call rebalance() when that is mended",
+        )
+
+    def _emit(self, name: str, **fields: object) -> None:
+        if self._emitter is not None:
+            self._emitter.emit(name, **fields)
+
+    def _note(self) -> None:
+        rounds = self._runner.rounds
+        phase = "closed" if self._closed else rounds.stage
+        self._now_is("paused" if phase == "idle" and rounds.paused else phase)
+
+    def _now_is(self, phase: str) -> None:
+        if phase != self._phase[0]:
+            self._phase = (phase, self._runner.loop.time())
+
+    def _over(self) -> str:
+        """Why the communicator is of no use any more; empty while it is."""
+        phase = self.comm.health().phase
+        return f"the communicator is {phase}" if phase in _GONE else ""
+
+    def _on_loop(self, call: Callable[[], object]) -> None:
+        if threading.get_ident() == self._thread:
+            call()
+        else:
+            self._runner.post(call)
+
+    def _check(self) -> None:
+        self._check_loop()
+        if why := self._closed or self._over():
+            raise CommunicatorClosed(f"the service is over: {why}")
+
+    def _check_loop(self) -> None:
+        if threading.get_ident() != self._thread or asyncio.get_running_loop() is not self._runner.loop:
+            raise RuntimeError("the service is bound to the event loop that made it; elsewhere use service.sync")
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", "not made"):
+            return
+        self._runner.forget()
+        self._workers.shutdown()
+        warnings.warn(f"rank {self._rank}'s service was never closed; use `async with`", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<EplbService of rank {self._rank}: {self._closed or self._phase[0]}>"
+
+
+_TOLD = ("outcome", "round", "reason", "balancedness_before", "balancedness_after", "num_moves", "seconds")
+
+
+def _report(end: End, migration: MigrationReport | None) -> RebalanceReport:
+    verdict = end.verdict
+    known = verdict is not None and verdict.before == verdict.before
+    return RebalanceReport(
+        outcome=end.outcome,
+        round=end.round,
+        reason=end.reason or ("" if verdict is None else verdict.reason),
+        balancedness_before=verdict.before if verdict is not None and known else None,
+        balancedness_after=verdict.after if verdict is not None and known else None,
+        num_moves=0 if verdict is None else verdict.moves,
+        migration=migration if end.outcome == "moved" else None,
+        seconds=end.seconds,
+    )
+
+
+def _failure(end: End) -> RebalanceFailed:
+    what = f"round {end.round}" if end.round else "no round was begun"
+    return RebalanceFailed(f"{what}: {end.reason}", round=end.round, reason=end.reason, ranks=end.ranks)
+
+
+def _check_room(placement: Placement) -> None:
+    largest = max(8 * placement.num_layers * placement.num_logical, 4 * placement.num_layers * placement.num_physical)
+    if largest + _ROOM > MAX_MAIL:
+        raise ValueError(f"loads of {largest} bytes do not fit in a message of {MAX_MAIL}: too many layers and experts")

@@ -1,0 +1,106 @@
+"""Every number of the service, in one frozen record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from eplb_async.settings import parse
+
+__all__ = ["ServiceSettings"]
+
+_PREFIX = "EPLB_ASYNC_SERVICE_"
+
+# name -> (lowest, highest); units are in the field's docstring line below.
+_RANGES: dict[str, tuple[float, float]] = {
+    "step_interval": (0, 1 << 31),
+    "window_steps": (1, 1 << 31),
+    "min_gain": (0, 1),
+    "min_interval": (0, 86_400),
+    "round_timeout": (0.001, 3600),
+    "migrate_timeout": (0.001, 86_400),
+    "backoff": (0.001, 86_400),
+    "backoff_max": (0.001, 86_400),
+    "max_moves": (0, 1 << 31),
+    "num_groups": (1, 1 << 16),
+    "num_nodes": (1, 1 << 16),
+    "watch_interval": (0, 3600),
+    "max_bytes_per_second": (0, 1 << 40),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    """Settings of an `EplbService`; times in seconds. All ranks should have the same.
+
+    Attributes:
+        step_interval: Steps between automatic rebalances; 0 for none but those that are asked for.
+        window_steps: Steps that the loads are summed over.
+        min_gain: Least gain in predicted balancedness that is worth a migration (absolute: 0.02 is from 0.70 to 0.72).
+        min_interval: Least time from the end of one migration to the next round, unless it is forced.
+        round_timeout: How long a round waits for the loads of all ranks, and then for the policy.
+        migrate_timeout: Deadline of the round's migration.
+        backoff: How long after a failed round the next automatic one begins; doubled with each failure after that.
+        backoff_max: Longest such pause.
+        max_moves: Most slots, over all layers, that one rebalance may move an expert into; 0 for no limit.
+        num_groups: Groups of experts, as the default policy wants it.
+        num_nodes: Nodes, as the default policy wants it.
+        watch_interval: How often members are pinged while nothing else is said, so that a dead one is noticed; 0 for
+            never.
+        max_bytes_per_second: What the READs of this rank's migrations may bring in a second, from the start of the
+            service on; 0 leaves the communicator's.
+    """
+
+    step_interval: int = 3000
+    window_steps: int = 1000
+    min_gain: float = 0.02
+    min_interval: float = 30.0
+    round_timeout: float = 10.0
+    migrate_timeout: float = 120.0
+    backoff: float = 5.0
+    backoff_max: float = 300.0
+    max_moves: int = 0
+    num_groups: int = 1
+    num_nodes: int = 1
+    watch_interval: float = 2.0
+    max_bytes_per_second: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (lowest, highest) in _RANGES.items():
+            value = getattr(self, name)
+            whole = type(_DEFAULTS[name]) is int
+            kinds = (int,) if whole else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"service setting {name}={value!r} is not {kind} from {lowest} to {highest}")
+        if self.backoff_max < self.backoff:
+            raise ValueError(f"service setting backoff_max={self.backoff_max} is below backoff={self.backoff}")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> ServiceSettings:
+        """Read settings from ``EPLB_ASYNC_SERVICE_<NAME>`` variables.
+
+        Args:
+            environ: Variables to read; default ``os.environ``.
+            **overrides: Settings given by the caller; they win over variables.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ValueError: A variable names no setting, or its value is malformed or out of range.
+        """
+        values: dict[str, Any] = {}
+        for variable, text in (os.environ if environ is None else environ).items():
+            if not variable.startswith(_PREFIX):
+                continue
+            name = variable.removeprefix(_PREFIX).lower()
+            if name not in _DEFAULTS:
+                raise ValueError(f"{variable} names no service setting; known: {', '.join(sorted(_DEFAULTS))}")
+            values[name] = parse(variable, text, _DEFAULTS[name])
+        return cls(**(values | overrides))
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(ServiceSettings)}
