@@ -20,8 +20,8 @@ from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.communicator.outbox import Outbox
 from eplb_async.communicator.report import View
 from eplb_async.communicator.steps import Steps
-from eplb_async.communicator.watch import Watch
 from eplb_async.communicator.using import Users
+from eplb_async.communicator.watch import Watch
 from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof

@@ -20,8 +20,8 @@ from eplb_async.communicator.owner import checked_version, chosen_layers
 from eplb_async.communicator.report import Health, MigrationReport, View
 from eplb_async.communicator.session import Session
 from eplb_async.communicator.steps import Steps
-from eplb_async.communicator.watch import checked_interval
 from eplb_async.communicator.using import Use
+from eplb_async.communicator.watch import checked_interval
 from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
@@ -567,6 +567,17 @@ class AsyncEplbCommunicator:
         """
         _check_placement(placement)
         return self._session.forecast(placement, gbps, local_gbps)
+
+    def check_may_wait(self, what: str) -> None:
+        """Refuse to block this thread for what the engine loop does, where that cannot be done. Thread-safe.
+
+        Raises:
+            RuntimeError: This is the engine's thread, which would wait for itself.
+            CommunicatorClosed: This is a fork of the process that opened it.
+        """
+        self._engine.check_process()
+        if threading.get_ident() == self._engine.thread_id:
+            raise RuntimeError(f"{what} would wait for the engine loop in its own thread; call it from another one")
 
     def health(self) -> Health:
         """What is going on now: phase, whom we wait for, the oldest READ, quarantine. Thread-safe."""
