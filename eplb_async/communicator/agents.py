@@ -67,9 +67,16 @@ class Agents:
         self._closing = False
         self.retiring: Endpoint | None = None
         self.recycled = 0
+        self._past_polls = 0
         self.bare = False
         self.current = driver.endpoint = self._make(driver.identity, bare=False)
         staging.leased = self._is_leased
+
+    @property
+    def polls(self) -> int:
+        """Native polls so far, of all agents of this rank."""
+        agents = [agent for agent in (self.current, self.retiring) if agent is not None]
+        return self._past_polls + sum(agent.native.polls for agent in agents)
 
     async def settled(self) -> None:
         """Wait until no replacement is under way."""
@@ -142,10 +149,11 @@ class Agents:
         finally:
             left = old.destroy()
             self._driver.dropped["too many"] += old.dropped
-            self.retiring = None
+            self._past_polls, self.retiring = self._past_polls + old.native.polls, None
             self._staging.wake()
         for rank in silent:
-            self._driver.degraded.setdefault(rank, "did not answer our new incarnation")
+            if rank not in self._driver.degraded:
+                self._driver.degraded[rank] = "did not answer our new incarnation"
         _log.warning(
             "agent recycled: %s; %d READs went with it; incarnation is now %x; ranks that did not answer: %s",
             why,
@@ -153,6 +161,8 @@ class Agents:
             successor.incarnation,
             silent,
         )
+        if self._driver.emit is not None:
+            self._driver.emit("agent_recycled", reason=why, incarnation=successor.incarnation)
 
     async def _reach_all(self, fresh: Endpoint) -> list[Member]:
         """The members as a successor knows them.

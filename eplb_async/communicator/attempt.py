@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eplb_async.communicator.epoch import EpochRun
@@ -31,6 +31,9 @@ class Attempt:
 
     Attributes:
         again: The view changed before anybody in the new one had begun it: it may be made again.
+        epoch: Its epoch; 0 before BEGIN.
+        committed: Layers that are known committed.
+        told: Whether telemetry was told that its call has ended.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class Attempt:
         self.loader = loader
         self.late = False
         self.again = False
+        self.epoch = 0
+        self.committed = 0
+        self.told = False
         self._loop = loop
         self._endpoint = endpoint
         self._make_run = make_run
@@ -72,14 +78,22 @@ class Attempt:
 
     def begin(self, epoch: int, members: frozenset[int]) -> None:
         """BEGIN came: post READs."""
+        self.epoch = epoch
         self._begun = self._loop.time()
         self.run = self._make_run(self)
         self.run.start()
+
+    def commit(self, upto: int, at: Sequence[int]) -> None:
+        """Layers below ``upto`` are decided: apply them, each layer before its step of ``at``."""
+        assert self.run is not None
+        self.committed = upto
+        self.run.commit(upto, at)
 
     async def finish(self, ended: Ended) -> None:
         """The epoch is over here: see it through, then say so."""
         self._moved = self._loop.time()
         self._ended = True
+        self.committed = ended.committed
         self.again = ended.again
         held = self.held
         if self.late:
@@ -106,9 +120,25 @@ class Attempt:
         if not self.result.done():
             self.result.set_exception(error)
 
-    def _report(self, ended: Ended) -> MigrationReport:
+    @property
+    def polls(self) -> int:
+        """Native polls so far."""
+        return self._endpoint.native.polls - self._polls
+
+    def seconds(self) -> dict[str, float]:
+        """Wall time by phase, up to now; see ``MigrationReport``."""
         now = self._loop.time()
-        begun = self._moved if self._begun is None else self._begun
+        moved = self._moved if self._ended else now
+        begun = moved if self._begun is None else self._begun
+        return {
+            "plan": self._planned,
+            "join": begun - self._joined,
+            "move": moved - begun,
+            "apply": now - moved,
+            "total": self._planned + now - self._joined,
+        }
+
+    def _report(self, ended: Ended) -> MigrationReport:
         traffic: Any = self.run.traffic if self.run is not None else None
         rates = {
             rank: nbytes / (last - first) / 1e9 if last > first else 0.0
@@ -122,15 +152,9 @@ class Attempt:
             reads=traffic.reads if traffic else 0,
             retries=traffic.retries if traffic else 0,
             loads=traffic.loads if traffic else 0,
-            seconds={
-                "plan": self._planned,
-                "join": begun - self._joined,
-                "move": self._moved - begun,
-                "apply": now - self._moved,
-                "total": self._planned + now - self._joined,
-            },
+            seconds=self.seconds(),
             gb_per_s=rates,
-            polls=self._endpoint.native.polls - self._polls,
+            polls=self.polls,
             longest_native_call=self._endpoint.native.longest_call,
         )
 

@@ -16,6 +16,7 @@ from typing import Protocol as Interface
 
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.chatter import Chatter
+from eplb_async.communicator.degraded import Degraded
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.communicator.outbox import Outbox
 from eplb_async.communicator.report import View
@@ -38,6 +39,7 @@ from eplb_async.errors import (
 )
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
+from eplb_async.telemetry.emitter import Emit
 
 _log = logging.getLogger("eplb_async.communicator")
 _DISCONNECTED = "disconnected"
@@ -70,6 +72,7 @@ class Driver:
         key: Authenticates control messages.
         roster: Members introduced so far.
         num_layers: Layers of a migration.
+        emit: Told of what happens; ``None`` if nobody wants to know.
         steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
         users: Who uses which layer, if an apply waits for them.
     """
@@ -83,6 +86,7 @@ class Driver:
         key: bytes,
         roster: Roster,
         num_layers: int,
+        emit: Emit | None = None,
         steps: Steps | None = None,
         users: Users | None = None,
     ) -> None:
@@ -91,7 +95,8 @@ class Driver:
         self._users = users
         self.roster = roster
         self.settings = settings
-        self.degraded: dict[int, str] = {}
+        self.degraded = Degraded(emit)
+        self.emit = emit
         self.last_error = ""
         self.attempt: Attempt | None = None
         self.over: str = ""
@@ -342,7 +347,7 @@ class Driver:
                     attempt.begin(epoch, members)
             case events.Commit(_, _, upto, at):
                 if attempt is not None and attempt.run is not None:
-                    attempt.run.commit(upto, at)
+                    attempt.commit(upto, at)
             case events.Ended():
                 if attempt is not None:
                     if not command.complete:
@@ -371,7 +376,11 @@ class Driver:
                 if self.steps is not None:
                     self.steps.term = term
                 self.on_installed(members)
+                if self.emit is not None:
+                    self.emit("view_changed", term=term, members=tuple(sorted(members)))
             case events.Fenced(reason):
+                if self.emit is not None:
+                    self.emit("fenced", reason=reason)
                 self._end_for_good(f"fenced: {reason}")
             case events.Closed():
                 self._end_for_good("closed")
@@ -388,9 +397,14 @@ class Driver:
                 self.last_error = describe(attempt.cause)
             self._settle_timers()
             self.note()
+        if attempt.told and self.emit is not None:
+            layers = attempt.plan.new.num_layers
+            self.emit("migration_settled", epoch=ended.epoch, layers_committed=ended.committed, num_layers=layers)
 
     def break_off(self, why: str) -> None:
         """This rank's rows cannot be trusted any more: it is out, and leaves."""
+        if self.emit is not None:
+            self.emit("broken", reason=why)
         self._end_for_good(f"broken: {why}")
         self.feed(events.Close())
 

@@ -24,6 +24,7 @@ from eplb_async.engine import LoopEngine
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.settings import Settings
 from eplb_async.switching import shorter
+from eplb_async.telemetry.emitter import Emit
 from eplb_async.weights import ENTRY_NAME, Copier, Copy, Digester, ExpertWeights, Staging, Wanted, wrong_rows
 from eplb_async.weights.entries import entry_rows
 
@@ -51,6 +52,7 @@ class EpochRun:
         on_applied: Called with each layer that has been applied.
         on_retry: Called with a layer, the experts that failed, their source, the new one, and the failure.
         after_apply: Awaited with each layer once it is applied, before a step may run with it.
+        emit: Told of each READ that has ended; ``None`` if nobody wants to know.
         steps: Where the engine stands, if layers are applied at its steps; ``None`` if at once.
         users: Who uses which layer, if layers are applied at once; ``None`` if an apply waits for nobody.
     """
@@ -77,6 +79,7 @@ class EpochRun:
         on_applied: Callable[[int], object],
         on_retry: Callable[[int, Sequence[int], int, int, Exception], object],
         after_apply: Callable[[int], Awaitable[object]],
+        emit: Emit | None = None,
         steps: Steps | None = None,
         users: Users | None = None,
     ) -> None:
@@ -127,6 +130,7 @@ class EpochRun:
             deadline=deadline,
             traffic=self.traffic,
             spawn=self._spawn,
+            emit=emit,
         )
 
     def start(self) -> None:

@@ -31,6 +31,8 @@ from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.opening import Opening
 from eplb_async.rendezvous import Rendezvous
 from eplb_async.settings import Settings, seconds
+from eplb_async.telemetry.emitter import Emitter
+from eplb_async.telemetry.event import Hook
 from eplb_async.weights import ExpertWeights, WeightsLike
 
 _log = logging.getLogger("eplb_async.communicator")
@@ -50,6 +52,7 @@ class AsyncEplbCommunicator:
         weights: ExpertWeights,
         store: Rendezvous | None,
         on_layer_applied: AppliedCallback | None = None,
+        telemetry: Hook | None = None,
     ) -> None:
         self._engine = engine
         self._session = session
@@ -69,6 +72,9 @@ class AsyncEplbCommunicator:
         session.listeners = weakref.ref(self._listeners)
         if on_layer_applied is not None:
             self._listeners.add(on_layer_applied, "on_layer_applied")
+        if session.emitter is not None:
+            self._telemetry, owner = telemetry, weakref.ref(self)  # weakly, for the same reason
+            session.emitter.find = lambda: None if (comm := owner()) is None else comm._telemetry
 
     @classmethod
     def open(
@@ -85,6 +91,7 @@ class AsyncEplbCommunicator:
         settings: Settings | None = None,
         timeout: float | None = None,
         on_layer_applied: AppliedCallback | None = None,
+        telemetry: Hook | None = None,
         engine: LoopEngine | None = None,
         native: NativeFactory = real,
     ) -> Opening[AsyncEplbCommunicator]:
@@ -111,6 +118,8 @@ class AsyncEplbCommunicator:
             on_layer_applied: Called with each layer that was applied, and where the experts are then, before a step
                 runs with it: refresh routing tables in place. It runs in the thread that copies, on the server's
                 stream on CUDA, and holds the apply up. What it raises is logged and counted, and changes nothing.
+            telemetry: Called with each event (``eplb_async.telemetry``), on the engine's thread, in the context of this
+                call: it must be quick. What it raises is logged once and counted, and changes nothing.
             engine: Engine to live on; default one of its own. For tests.
             native: Makes the native agent. For tests.
 
@@ -124,6 +133,7 @@ class AsyncEplbCommunicator:
                 each and why.
         """
         chosen = settings or Settings.from_env()
+        emitter = None if telemetry is None else Emitter(telemetry, group=group, rank=rank)
 
         async def opened() -> AsyncEplbCommunicator:
             opener = Opener(
@@ -138,11 +148,12 @@ class AsyncEplbCommunicator:
                 settings=chosen,
                 timeout=seconds(timeout, chosen.peer_timeout),
                 native=native,
+                emitter=emitter,
             )
             rows = opener.check()
             where = engine or Engine(f"eplb-async {group}/{rank}", use_uvloop=chosen.use_uvloop)
             session, store = await opener.open(where, rows, own=engine is None)
-            return cls(where, session, rows, store, on_layer_applied)
+            return cls(where, session, rows, store, on_layer_applied, telemetry)
 
         return Opening(opened)
 

@@ -158,7 +158,8 @@ class Introducer:
             raise HandshakeError(f"rank {rank}: its blob names agent {intro.agent!r}, its metadata {peer.name!r}")
         member = Member(rank, intro.incarnation, intro.node, peer, layout)
         replaced = self._roster.put(member)
-        self._driver.degraded.pop(rank, None)
+        if rank in self._driver.degraded:
+            del self._driver.degraded[rank]
         if replaced is not None and replaced.peer.name != peer.name:
             endpoint.retire_peer(replaced.peer)
         return member

@@ -20,6 +20,7 @@ from eplb_async.errors import CommunicatorClosed, HandshakeError, PlacementError
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.rendezvous import Rendezvous, join, resolve
 from eplb_async.settings import Settings
+from eplb_async.telemetry.emitter import Emitter
 from eplb_async.threads import Inline
 from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike, load_xxhash
 
@@ -42,6 +43,7 @@ class Opener:
     settings: Settings
     timeout: float
     native: NativeFactory
+    emitter: Emitter | None = None
 
     def check(self) -> ExpertWeights:
         """Check the arguments and take the weights, before anything native is touched."""
@@ -98,6 +100,7 @@ class Opener:
                 copier=copier,
                 staging=self.staging,
                 native=self.native,
+                emitter=self.emitter,
             )
             await made.session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
             await made.session.owner.digest_all()  # after it: the others need not wait for this

@@ -22,6 +22,7 @@ from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.nixl.native import Descriptors
 from eplb_async.nixl.transfer import Origin, Transfer
 from eplb_async.settings import Settings
+from eplb_async.telemetry.emitter import Emit
 from eplb_async.weights import Piece
 
 
@@ -54,6 +55,7 @@ class Reads:
         deadline: Loop time at which READs have failed.
         traffic: Counts what is read.
         spawn: Starts a task that ends with the epoch, and whose failure is the epoch's.
+        emit: Told of each READ that has ended; ``None`` if nobody wants to know.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Reads:
         deadline: float,
         traffic: Traffic,
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        emit: Emit | None = None,
     ) -> None:
         self._plan = plan
         self._rank = rank
@@ -80,6 +83,7 @@ class Reads:
         self._deadline = deadline
         self._traffic = traffic
         self._spawn = spawn
+        self._emit = emit
         self._window = Window(
             max_bytes=settings.max_bytes_in_flight,
             max_requests=settings.max_requests_in_flight,
@@ -218,6 +222,7 @@ class Reads:
         local, remote, remote_memory = _descriptors(job, batch, job.pieces[memory], source)
         now = self._engine.loop.time()
         experts = tuple(job.moves[i].expert for i in _moves_of(batch))
+        began = 0.0 if self._emit is None else self._engine.now()
         try:
             if source.peer.bare:  # its word that it wants out of the epoch is slower than its new agent's
                 raise NixlTransferFailed(
@@ -238,8 +243,10 @@ class Reads:
                 remote_memory=remote_memory,
                 origin=Origin(rank=source.rank, layer=job.layer, experts=experts),
             )
-        except BaseException:
+        except BaseException as error:
             self._window.done(batch.source, batch.nbytes)
+            if self._emit is not None:
+                self._tell(job, batch, began, error)
             raise
         self._traffic.reads += 1
         peer = self._traffic.by_peer.setdefault(source.rank, [0.0, now, now])
@@ -251,9 +258,33 @@ class Reads:
                 self._traffic.bytes_read += batch.nbytes
                 peer[0] += batch.nbytes
                 peer[2] = self._engine.loop.time()
+            if self._emit is not None:
+                failure = asyncio.CancelledError() if future.cancelled() else future.exception()
+                self._tell(job, batch, began, failure)
 
         transfer.future.add_done_callback(ended)
         return transfer
+
+    def _tell(self, job: LayerJob, batch: Batch, began: float, error: BaseException | None) -> None:
+        assert self._emit is not None
+        took = self._engine.now() - began
+        self._emit(
+            "read_ended", peer=batch.source, layer=job.layer, bytes=batch.nbytes, seconds=took, state=_state(error)
+        )
+
+
+def _state(error: BaseException | None) -> str:
+    """How a READ ended, in a word."""
+    match error:
+        case None:
+            return "done"
+        case NixlPeerDisconnected():
+            return "disconnected"
+        case NixlTransferTimeout():
+            return "timeout"
+        case asyncio.CancelledError():
+            return "cancelled"
+    return "failed"
 
 
 def _moves_of(batch: Batch) -> list[int]:

@@ -57,7 +57,7 @@ class Health:
 
     Attributes:
         phase: ``idle``, ``joined`` (waiting for the others), ``open`` (moving), ``activating`` (committed, waiting for
-            the step of the last layers, or their users), ``settling`` (ending), ``in_doubt``, ``view_change`` (no
+            the step of the last layers, or for their users), ``settling`` (ending), ``in_doubt``, ``view_change`` (no
             migration, but members go), ``suspended``, ``closing``, ``closed`` or ``fenced``.
         seconds_in_phase: How long it has been in it.
         seconds_left: How long until the phase's deadline, below 0 once that has passed; ``None`` if it has none.
@@ -90,6 +90,9 @@ class Health:
         half_written: Layers whose update did not end well; they must be written again before a migration.
         dropped: Messages that were dropped, by reason.
         last_error: The last failure here, in words; empty if none.
+        group: Name of the group.
+        polls: Native polls so far.
+        telemetry_errors: How often the telemetry hook has raised; the first time is in the log.
     """
 
     phase: str
@@ -124,6 +127,9 @@ class Health:
     half_written: tuple[int, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     last_error: str = ""
+    group: str = "default"
+    polls: int = 0
+    telemetry_errors: int = 0
 
     def __str__(self) -> str:
         left = "" if self.seconds_left is None else f" ({self.seconds_left:.1f} s left)"

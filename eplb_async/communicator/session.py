@@ -15,6 +15,7 @@ import torch
 from eplb_async.communicator.agents import Agents
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.driver import Driver
+from eplb_async.communicator.ending import Ending
 from eplb_async.communicator.entrance import Entrance
 from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.introduction import Introducer
@@ -49,6 +50,7 @@ from eplb_async.errors import (
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory
 from eplb_async.rendezvous import Rendezvous
 from eplb_async.settings import Settings
+from eplb_async.telemetry.emitter import Emitter
 from eplb_async.weights import Copier, Digester, ExpertWeights, Staging, make_buffers, pack
 
 _log = logging.getLogger("eplb_async.communicator")
@@ -69,6 +71,7 @@ class Session:
         copier: Copies rows.
         staging: Bytes, or the caller's buffer; ``None`` for the default.
         native: Makes native agents.
+        emitter: Tells a hook what happens; ``None`` if nobody wants to know.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class Session:
         copier: Copier,
         staging: int | torch.Tensor | None,
         native: NativeFactory,
+        emitter: Emitter | None = None,
     ) -> None:
         self.placement = placement
+        self.emitter = emitter
         self.settings = settings
         self.weights = weights
         self.version = 0
@@ -105,6 +110,7 @@ class Session:
             key=key,
             roster=self._roster,
             num_layers=placement.num_layers,
+            emit=None if emitter is None else emitter.emit,
             steps=self.steps,
             users=self.users,
         )
@@ -199,6 +205,14 @@ class Session:
     # ------------------------------------------------------------------------------------------- migrate
     async def migrate(self, new: Placement, timeout: float, loader: Loader | None = None) -> MigrationReport:
         """Run one migration; see ``AsyncEplbCommunicator.migrate``."""
+        if self.emitter is None:
+            return await self._migrate(new, timeout, loader)
+        with Ending(self.emitter.emit, self.driver, self._engine.loop, self.placement.num_layers) as ending:
+            return await self._migrate(new, timeout, loader, ending)
+
+    async def _migrate(
+        self, new: Placement, timeout: float, loader: Loader | None, ending: Ending | None = None
+    ) -> MigrationReport:
         deadline = self._engine.loop.time() + timeout
         ended: MigrationAborted | None = None
         while True:
@@ -228,6 +242,8 @@ class Session:
                 refusal=refusal,
                 overdue=lambda attempt: self._overdue(attempt, timeout),
             )
+            if ending is not None:
+                ending.attempt = attempt
             try:
                 return await self._see_through(attempt, timeout)
             except MigrationAborted as error:
@@ -347,6 +363,9 @@ class Session:
             half_written=tuple(sorted(self.owner.half_written)),
             dropped={why: count for why, count in dropped.items() if count},
             last_error=driver.last_error,
+            group=driver.identity.group,
+            polls=self._agents.polls,
+            telemetry_errors=0 if self.emitter is None else self.emitter.errors,
         )
 
     # --------------------------------------------------------------------------------------------- close
@@ -385,7 +404,10 @@ class Session:
         self.driver.over = self.driver.over or "closed"
         self.driver.note()
         left = await self._agents.close(max(0.0, deadline - self._engine.loop.time()))
-        return left + tuple(late)
+        left += tuple(late)
+        if self.emitter is not None:
+            self.emitter.emit("closed", left=left)
+        return left
 
     async def wind_down(self) -> None:
         """Close because the engine stops."""
@@ -438,6 +460,8 @@ class Session:
 
         def applied(layer: int) -> None:
             self.placement = self.placement.with_layers(attempt.plan.new, layer + 1)
+            if self.emitter is not None:
+                self.emitter.emit("layer_applied", layer=layer, epoch=attempt.epoch)
 
         def retried(layer: int, experts: Sequence[int], source: int, instead: int, error: Exception) -> None:
             why = describe(error)
@@ -470,6 +494,7 @@ class Session:
             on_applied=applied,
             on_retry=retried,
             after_apply=self._tell_applied,
+            emit=None if self.emitter is None else self.emitter.emit,
             steps=self.steps,
             users=self.users,
         )

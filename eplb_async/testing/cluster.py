@@ -11,6 +11,7 @@ from eplb_async.communicator.loading import LoadExpert
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.settings import Settings
+from eplb_async.telemetry.event import Hook
 from eplb_async.testing.faults import FaultPlan
 from eplb_async.testing.memory import MemoryFabric
 from eplb_async.testing.patterns import PatternWeights
@@ -58,6 +59,7 @@ class LocalCluster:
         fabric: The network; default a new one with ``faults``.
         nodes: Host label of each rank; default all are on this one.
         on_layer_applied: Gives the callback of each rank, or ``None``.
+        telemetry: Gives the telemetry hook of each rank, or ``None``.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class LocalCluster:
         fabric: MemoryFabric | None = None,
         nodes: Sequence[str] | None = None,
         on_layer_applied: Callable[[int], Callable[[int, Placement], object] | None] = lambda _: None,
+        telemetry: Callable[[int], Hook | None] = lambda _: None,
     ) -> None:
         self.fabric = fabric or MemoryFabric(faults)
         self.rendezvous = MemoryRendezvous()
@@ -83,6 +86,7 @@ class LocalCluster:
         chosen = settings or Settings(secret=b"the cluster's secret")
         self._settings = [chosen] * placement.ep_size if isinstance(chosen, Settings) else list(chosen)
         self._on_layer_applied = on_layer_applied
+        self._telemetry = telemetry
 
     async def __aenter__(self) -> LocalCluster:
         opening = [asyncio.ensure_future(self._open(rank)) for rank in range(self._placement.ep_size)]
@@ -180,6 +184,7 @@ class LocalCluster:
             node=None if self._nodes is None else self._nodes[rank],
             settings=self._settings[rank],
             on_layer_applied=self._on_layer_applied(rank),
+            telemetry=self._telemetry(rank),
             timeout=timeout,
             engine=LoopEngine(asyncio.get_running_loop()),
             native=self.fabric.native,
