@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -274,7 +274,7 @@ class SyncService:
             _stop(engine)
         return self._left
 
-    def _run(self, call: Callable[[], Coroutine[Any, Any, T]], what: str, limit: float) -> T:
+    def _run(self, call: Callable[[], Awaitable[T]], what: str, limit: float) -> T:
         self.comm.check_may_wait(what)
         return run_on(self._loop, call, what=what, limit=limit)
 
