@@ -202,6 +202,12 @@ class Engine(LoopEngine):
         """Seconds on the performance counter: uvloop's own time stands still for a whole turn."""
         return time.perf_counter()
 
+    def guest(self) -> LoopEngine:
+        """An engine for what is used from this very loop; it ends before this one. Call it on the loop."""
+        guest = _Guest(self.loop, self.worker)
+        self.on_stop(guest._wind_down)
+        return guest
+
     def request_stop(self) -> None:
         """Close what runs on the loop, then stop it; returns at once, callable from any thread."""
         with contextlib.suppress(CommunicatorClosed):
@@ -244,6 +250,12 @@ class Engine(LoopEngine):
                 submission.refuse()
             self.worker.shutdown(wait=True)
             self._exited.set_result(None)
+
+
+class _Guest(LoopEngine):
+    def now(self) -> float:
+        """As of its host."""
+        return time.perf_counter()
 
 
 def _new_loop(use_uvloop: bool) -> asyncio.AbstractEventLoop:

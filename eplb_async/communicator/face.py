@@ -579,6 +579,17 @@ class AsyncEplbCommunicator:
         _check_placement(placement)
         return self._session.forecast(placement, gbps, local_gbps)
 
+    def check_may_wait(self, what: str) -> None:
+        """Refuse to block this thread for what the engine loop does, where that cannot be done. Thread-safe.
+
+        Raises:
+            RuntimeError: This is the engine's thread, which would wait for itself.
+            CommunicatorClosed: This is a fork of the process that opened it.
+        """
+        self._engine.check_process()
+        if threading.get_ident() == self._engine.thread_id:
+            raise RuntimeError(f"{what} would wait for the engine loop in its own thread; call it from another one")
+
     def health(self) -> Health:
         """What is going on now: phase, whom we wait for, the oldest READ, quarantine. Thread-safe."""
         return self._session.health()

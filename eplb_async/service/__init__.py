@@ -3,5 +3,6 @@
 from eplb_async.service.report import RebalanceReport, ServiceHealth
 from eplb_async.service.service import EplbService
 from eplb_async.service.settings import ServiceSettings
+from eplb_async.service.sync import SyncService
 
-__all__ = ["EplbService", "RebalanceReport", "ServiceHealth", "ServiceSettings"]
+__all__ = ["EplbService", "RebalanceReport", "ServiceHealth", "ServiceSettings", "SyncService"]

@@ -28,6 +28,7 @@ from eplb_async.service.report import RebalanceReport, ServiceHealth
 from eplb_async.service.rounds import AUTOMATIC
 from eplb_async.service.runner import Runner
 from eplb_async.service.settings import ServiceSettings
+from eplb_async.service.sync import SyncService
 from eplb_async.service.window import LoadWindow
 from eplb_async.settings import seconds
 from eplb_async.telemetry.emitter import Emitter
@@ -221,6 +222,16 @@ class EplbService:
             closed=self._closed or self._over(),
         )
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that it lives on."""
+        return self._runner.loop
+
+    @property
+    def sync(self) -> SyncService:
+        """The same calls for plain threads, which wait for this service's loop."""
+        return SyncService(self)
+
     # -------------------------------------------------------------------------------------------- the loop
     def attach(self, counter: Any, *, by: str | None = None) -> None:
         """Read loads from a tensor that the engine's kernels add to, instead of :meth:`record`; replaces the last one.
@@ -261,8 +272,7 @@ class EplbService:
             Exception: What failed on this rank: the policy, or ``migrate``.
         """
         self._check()
-        whole = 3.5 * self.settings.round_timeout + self.settings.migrate_timeout
-        limit = seconds(timeout, 2 * whole)
+        limit = seconds(timeout, self.settings.rebalance_timeout)
         ticket = next(self._tickets)
         future: asyncio.Future[RebalanceReport] = self._runner.loop.create_future()
         self._waiters[ticket] = future

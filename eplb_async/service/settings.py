@@ -78,6 +78,11 @@ class ServiceSettings:
         if self.backoff_max < self.backoff:
             raise ValueError(f"service setting backoff_max={self.backoff_max} is below backoff={self.backoff}")
 
+    @property
+    def rebalance_timeout(self) -> float:
+        """What all deadlines of a round, and of one before it, add up to, in seconds."""
+        return 2 * (3.5 * self.round_timeout + self.migrate_timeout)
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> ServiceSettings:
         """Read settings from ``EPLB_ASYNC_SERVICE_<NAME>`` variables.
