@@ -9,10 +9,11 @@ from eplb_async.telemetry.event import EVENTS, Event, Hook
 
 if TYPE_CHECKING:
     from eplb_async.telemetry.logging import logging_hook
+    from eplb_async.telemetry.prometheus import PrometheusHook
 
-__all__ = ["EVENTS", "Event", "Hook", "logging_hook"]
+__all__ = ["EVENTS", "Event", "Hook", "PrometheusHook", "logging_hook"]
 
-_HOME = {"logging_hook": "logging"}
+_HOME = {"PrometheusHook": "prometheus", "logging_hook": "logging"}
 
 
 def __getattr__(name: str) -> object:

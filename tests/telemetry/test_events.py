@@ -1,4 +1,4 @@
-"""What a communicator tells a hook: ends of migrations and READs, views, peers, its own end; and what the hook may do."""
+"""What a communicator tells a hook: ends of migrations and READs, views, peers, its own end; what the hook may do."""
 
 from __future__ import annotations
 
