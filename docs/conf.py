@@ -5,15 +5,25 @@ Nothing is fetched: no other project's inventory, font or script. Names of other
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+import sys
 from dataclasses import is_dataclass
+from enum import Enum
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
+from docutils.nodes import Element
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util import logging
 
+import eplb_async
+
+PUBLIC = ["eplb_async", *(f"eplb_async.{name}" for name in ("nixl", "policy", "rendezvous", "testing"))]
 README = Path(__file__).parent.parent / "README.md"
 
 project = "eplb_async"
@@ -28,19 +38,30 @@ html_title = "eplb_async"
 html_show_copyright = False
 myst_heading_anchors = 4
 
+autoclass_content = "both"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_typehints_format = "short"
-autodoc_type_aliases = {"WeightsLike": "WeightsLike", "LoadExpert": "LoadExpert"}
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {
+    "Command": "eplb_async.core.events.Command",
+    "Event": "eplb_async.core.events.Event",
+    "LoadExpert": "eplb_async.communicator.loading.LoadExpert",
+    "WeightsLike": "eplb_async.weights.tensors.WeightsLike",
+}
 napoleon_numpy_docstring = False
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-nitpick_ignore_regex = [  # other packages, which nothing here links to
-    ("py:.*", r"(asyncio|collections\.abc|numpy|np|torch|types|typing)\..*"),
+_OTHERS = "|".join(sorted({*sys.stdlib_module_names, "msgspec", "numpy", "np", "torch"}))
+nitpick_ignore_regex = [
+    ("py:.*", rf"({_OTHERS})\..*"),  # other packages, which nothing here links to
+    ("py:.*", r"eplb_async\..*\.[A-Z]"),  # type variables
+    ("py:class", "Store"),  # torch's, imported only for type checkers
 ]
 
-_WRITTEN_BY_USERS = {"Settings", "ServiceSettings", "Spec", "Limits"}
+_MADE_BY_USERS = {"Limits", "ServiceSettings", "Settings", "Spec"}  # records; others are only given to them
+_GIVEN_TO_USERS = {"MemoryNative", "Opening", "Peer", "Region", "Rows", "Steps"}  # classes; others are made by them
 
 
 def _front_page(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -58,14 +79,51 @@ def _front_page(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = "\n".join([readme, f"#{source[0]}", *trees])
 
 
+def _is_given(obj: Any) -> bool:
+    """Whether users are given it, or catch it, and do not construct it."""
+    if is_dataclass(obj):
+        return obj.__name__ not in _MADE_BY_USERS and vars(obj)["__init__"].__doc__ is None
+    given = obj.__name__ in _GIVEN_TO_USERS or hasattr(obj, "open") or getattr(obj, "_is_protocol", False)
+    return given or issubclass(obj, Exception | Enum)
+
+
 def _signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
-) -> tuple[str, None] | None:
-    """No arguments for what users do not construct: errors, records that they are given, what ``open`` makes."""
-    if not signature or not isinstance(obj, type) or obj.__name__ in _WRITTEN_BY_USERS:
+) -> tuple[str | None, str | None]:
+    """As it is written, and nothing for what users do not construct."""
+    if signature and isinstance(obj, type) and _is_given(obj):
+        return "", None
+    if inspect.isasyncgenfunction(getattr(obj, "__wrapped__", None)) and returns:
+        returns = re.sub(
+            r"\b~?(collections\.abc\.)?AsyncIterator\b", "~contextlib.AbstractAsyncContextManager", returns
+        )
+    plain = [text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text) for text in (signature, returns)]
+    return plain[0] and plain[0].replace("<factory>", "..."), plain[1]
+
+
+def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Nor its arguments."""
+    if what == "class" and isinstance(obj, type) and obj.__name__ in _GIVEN_TO_USERS and "Args:" in lines:
+        first = lines.index("Args:")
+        stop = next((i for i in range(first + 1, len(lines)) if lines[i][:1].strip()), len(lines))
+        del lines[first:stop]
+
+
+def _alias(app: Sphinx, env: BuildEnvironment, node: Element, text: Element) -> Element | None:
+    """Annotations ask for classes; aliases of types are data."""
+    if node["reftype"] != "class":
         return None
-    given = is_dataclass(obj) and vars(obj)["__init__"].__doc__ is None
-    return ("", None) if given or issubclass(obj, Exception) or hasattr(obj, "open") else None
+    domain = env.domains.python_domain
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", node["reftarget"], node, text)
+
+
+def _nothing_left_out(app: Sphinx, env: BuildEnvironment) -> None:
+    """Whatever the packages export has an entry."""
+    for package in map(importlib.import_module, PUBLIC):
+        for name in package.__all__:
+            entry = f"{'eplb_async' if name in eplb_async.__all__ else package.__name__}.{name}"
+            if entry not in env.domains.python_domain.objects:
+                logging.getLogger(__name__).warning("%s has no entry in docs/api", entry)
 
 
 def setup(app: Sphinx) -> None:
@@ -73,3 +131,6 @@ def setup(app: Sphinx) -> None:
     app.add_lexer("mermaid", TextLexer)  # code hosts draw it; here it is read
     app.connect("source-read", _front_page)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon
+    app.connect("env-check-consistency", _nothing_left_out)
+    app.connect("missing-reference", _alias)
