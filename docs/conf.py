@@ -21,9 +21,10 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 
-import eplb_async
-
-PUBLIC = ["eplb_async", *(f"eplb_async.{name}" for name in ("nixl", "policy", "rendezvous", "testing"))]
+PUBLIC = [
+    "eplb_async",
+    *(f"eplb_async.{name}" for name in ("nixl", "policy", "rendezvous", "service", "telemetry", "testing")),
+]
 README = Path(__file__).parent.parent / "README.md"
 
 project = "eplb_async"
@@ -40,13 +41,14 @@ myst_heading_anchors = 4
 
 autoclass_content = "both"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
+autodoc_default_options = {"members": True, "no-value": True}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {
     "Command": "eplb_async.core.events.Command",
-    "Event": "eplb_async.core.events.Event",
+    "Hook": "eplb_async.telemetry.event.Hook",
     "LoadExpert": "eplb_async.communicator.loading.LoadExpert",
+    "Policy": "eplb_async.service.service.Policy",
     "WeightsLike": "eplb_async.weights.tensors.WeightsLike",
 }
 napoleon_numpy_docstring = False
@@ -60,8 +62,8 @@ nitpick_ignore_regex = [
     ("py:class", "Store"),  # torch's, imported only for type checkers
 ]
 
-_MADE_BY_USERS = {"Limits", "ServiceSettings", "Settings", "Spec"}  # records; others are only given to them
-_GIVEN_TO_USERS = {"MemoryNative", "Opening", "Peer", "Region", "Rows", "Steps"}  # classes; others are made by them
+_MADE_BY_USERS = {"Limits", "ServiceSettings", "Settings", "Spec"}  # records; they are given all others
+_GIVEN_TO_USERS = set("Mail MemoryNative Opening Peer Region Rows Steps Use".split())  # classes; they make all others
 
 
 def _front_page(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -102,28 +104,37 @@ def _signature(
 
 
 def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Nor its arguments."""
+    """Nor its arguments. What a property is may have a colon, which napoleon takes for the end of a type."""
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # a comment
     if what == "class" and isinstance(obj, type) and obj.__name__ in _GIVEN_TO_USERS and "Args:" in lines:
         first = lines.index("Args:")
         stop = next((i for i in range(first + 1, len(lines)) if lines[i][:1].strip()), len(lines))
         del lines[first:stop]
 
 
-def _alias(app: Sphinx, env: BuildEnvironment, node: Element, text: Element) -> Element | None:
-    """Annotations ask for classes; aliases of types are data."""
-    if node["reftype"] != "class":
+def _find(app: Sphinx, env: BuildEnvironment, node: Element, text: Element) -> Element | None:
+    """A name without its module is the only one of that name, at least outside of ``core``. Aliases of types are data."""
+    objects, name = env.domains.python_domain.objects, node.get("reftarget", "")
+    found = {(at.docname, at.node_id): full for full, at in objects.items() if f".{full}".endswith(f".{name}")}
+    if len(found) > 1:
+        found = {at: full for at, full in found.items() if not full.startswith("eplb_async.core.")}
+    if node.get("refdomain") != "py" or len(found) != 1:
         return None
-    domain = env.domains.python_domain
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", node["reftarget"], node, text)
+    return env.domains.python_domain.resolve_xref(
+        env, node["refdoc"], app.builder, "obj", next(iter(found.values())), node, text
+    )
 
 
 def _nothing_left_out(app: Sphinx, env: BuildEnvironment) -> None:
     """Whatever the packages export has an entry."""
+    entries = list(env.domains.python_domain.objects)
     for package in map(importlib.import_module, PUBLIC):
         for name in package.__all__:
-            entry = f"{'eplb_async' if name in eplb_async.__all__ else package.__name__}.{name}"
-            if entry not in env.domains.python_domain.objects:
-                logging.getLogger(__name__).warning("%s has no entry in docs/api", entry)
+            if not any(
+                f"{entry}.".startswith(f"{package.__name__}.") and entry.endswith(f".{name}") for entry in entries
+            ):
+                logging.getLogger(__name__).warning("%s.%s has no entry in docs/api", package.__name__, name)
 
 
 def setup(app: Sphinx) -> None:
@@ -133,4 +144,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon
     app.connect("env-check-consistency", _nothing_left_out)
-    app.connect("missing-reference", _alias)
+    app.connect("missing-reference", _find)

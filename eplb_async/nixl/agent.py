@@ -32,7 +32,7 @@ def real(name: str, settings: Settings) -> Native:
 
 
 class Region(Rows):
-    """Memory registered with an agent; slice it for :meth:`.AsyncNixlAgent.read`."""
+    """Memory registered with an agent; slice it for :meth:`AsyncNixlAgent.read`."""
 
     def __init__(self, agent: AsyncNixlAgent, rows: Rows) -> None:
         super().__init__(rows.extent)
@@ -153,7 +153,7 @@ class AsyncNixlAgent:
         Args:
             memory: The tensor or array ``[rows, ...]``, on the CPU or a CUDA device. Each row must be one dense block.
                 It must stay where it is until it is deregistered or the agent is closed.
-            name: What peers ask for with :meth:`.Peer.region`.
+            name: What peers ask for with :meth:`Peer.region`.
 
         Raises:
             WeightsError: Rows are not dense, the memory overlaps a region in part, or the name is taken.

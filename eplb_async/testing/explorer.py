@@ -55,7 +55,7 @@ def explore(
         visit: Called with the ring in each new state.
 
     Raises:
-        Violation: With the moves that lead there, which `.Ring.play` repeats.
+        Violation: With the moves that lead there, which `Ring.play` repeats.
     """
     start, recording = ring.state, ring.recording
     ring.recording, ring.reduced = False, reduced

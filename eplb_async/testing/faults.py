@@ -32,7 +32,7 @@ class ReadFault:
         phase: Which call raises that error.
         lands: Whether the bytes are written although it failed (NIXL.md, 19).
         delay: Virtual seconds that the bytes are late.
-        held: ``PROC`` until :meth:`.MemoryFabric.unhold`.
+        held: ``PROC`` until :meth:`MemoryFabric.unhold`.
         damaged: Whether the first byte lands as another one, and NIXL says ``DONE``.
     """
 
@@ -136,7 +136,7 @@ class FaultPlan:
         return self._add(self._reads, "late_landing", fault)
 
     def hold_read(self, agent: str = "", *, peer: str = "", nth: int | None = 0, min_bytes: int = 0) -> FaultPlan:
-        """Keep a READ ``PROC`` until :meth:`.MemoryFabric.unhold`."""
+        """Keep a READ ``PROC`` until :meth:`MemoryFabric.unhold`."""
         fault = ReadFault(agent, peer, nth, min_bytes, held=True)
         return self._add(self._reads, "hold_read", fault, skip=("held",))
 

@@ -13,7 +13,7 @@ class Violation(AssertionError):
 
 
 class Move(NamedTuple):
-    """One act, by name and arguments: printable, and repeatable with `.Ring.play`."""
+    """One act, by name and arguments: printable, and repeatable with `Ring.play`."""
 
     act: str
     """Name of a method of the ring."""
@@ -28,7 +28,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How often what may happen in `.Ring.moves`: everywhere together, but ``migrations`` on each rank.
+    """How often what may happen in `Ring.moves`: everywhere together, but ``migrations`` on each rank.
 
     Attributes:
         fifo: Messages of one rank to another arrive in order. NIXL promises no such thing.
