@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import eplb_async
 from eplb_async import errors
 from eplb_async.core import messages
 from eplb_async.core.events import Phase
@@ -76,6 +77,19 @@ def test_the_runbook_has_every_phase_and_every_reason_for_a_drop() -> None:
     phases = {phase.value for phase in Phase} | {"activating", "view_change", "closing", "suspended"}
     explained = page.partition("## What each phase says")[2].partition("\n## ")[0]
     assert [phase for phase in sorted(phases) if f"`{phase}`" not in explained] == []
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    """Each name that the package exports has its entry under that name; how it renders is for the build."""
+    pages = "\n".join(text_of(path) for path in (DOCS / "api").glob("*.rst"))
+    entries = re.findall(r"^\.\. auto(?:class|exception|function):: eplb_async\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(entries) == sorted(eplb_async.__all__)
+
+
+def test_every_page_of_the_api_reference_is_found() -> None:
+    """Each is in the list of their index."""
+    listed = re.findall(r"^   (\w+)$", text_of(DOCS / "api" / "index.rst"), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (DOCS / "api").glob("*.rst") if path.stem != "index")
 
 
 def test_every_message_is_named() -> None:

@@ -128,9 +128,12 @@ class AsyncEplbCommunicator:
 
         Raises:
             PlacementError: The placement is not one of ``ep_size`` ranks.
+            ValueError: ``rank``, or what ``rendezvous`` is, cannot be; says what is supported.
             WeightsError: A tensor cannot be moved, or staging is too small; nothing native was touched.
             HandshakeError: Peers are missing or refused, or the group runs and does not have this rank back; lists
                 each and why.
+            NixlTransferFailed: NIXL makes no agent, or refuses the memory.
+            EplbError: NIXL is not installed, or does not load.
         """
         chosen = settings or Settings.from_env()
         emitter = None if telemetry is None else Emitter(telemetry, group=group, rank=rank)
@@ -380,6 +383,7 @@ class AsyncEplbCommunicator:
 
         Raises:
             ValueError: It is this rank, or no rank of the group.
+            CommunicatorClosed: It is closed.
         """
         self._check_usable()
 

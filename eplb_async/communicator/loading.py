@@ -18,6 +18,11 @@ from eplb_async.threads import DaemonExecutor
 from eplb_async.weights.loaded import LoadedExpert, loaded_rows
 
 LoadExpert = Callable[[int, int], LoadedExpert | Awaitable[LoadedExpert]]
+"""Given a layer and a logical expert, returns that expert's tensors, or an awaitable of them.
+
+One tensor ``[...]`` for each tensor of the layer, without the expert dimension: a mapping from their names, or a
+sequence in their order; on any device.
+"""
 
 T = TypeVar("T")
 _inside: contextvars.ContextVar[object] = contextvars.ContextVar("eplb_async load_expert of engine", default=None)

@@ -30,6 +30,7 @@ class Steps(StepCounter):
         mark: Called in the thread that steps when it leaves one: marks the end of what it has queued on its stream.
 
     Attributes:
+        number: The last step begun; inside ``with`` the one that runs.
         term: Term of the view. Tag with it what a step exchanges between ranks, so that a rank that was fenced
             cannot run a step with the others.
     """

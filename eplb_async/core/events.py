@@ -114,6 +114,7 @@ class Tick:
 
 
 Event = Migrate | Received | Staged | GiveUp | Gone | Suspect | Met | Returning | Close | Tick
+"""What the protocol is told."""
 
 # -------------------------------------------------------------------------------------------------- commands
 
@@ -193,3 +194,4 @@ class Closed:
 
 
 Command = Send | Begin | Commit | Ended | InDoubt | Installed | Fenced | Closed
+"""What the protocol wants done."""

@@ -36,7 +36,9 @@ class Share(NamedTuple):
     """Moves of one kind: how many experts, and their bytes."""
 
     experts: int
+    """How many experts."""
     nbytes: int
+    """Their bytes, all tensors together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,7 @@ class Forecast:
 
     @property
     def lost(self) -> Mapping[int, tuple[int, ...]]:
-        """Experts that no member holds, ascending, by layer: `migrate` needs ``load_expert`` for them."""
+        """Experts that no member holds, ascending, by layer; ``migrate`` needs ``load_expert`` for them."""
         return self.plan.lost
 
     @property
@@ -122,7 +124,7 @@ class Forecast:
 
     @cached_property
     def bytes_in(self) -> _Longs:
-        """Bytes that each rank READs, int64 ``[ep_size]``: `MigrationReport.bytes_read` to come."""
+        """Bytes that each rank READs, int64 ``[ep_size]``; ``MigrationReport.bytes_read`` to come."""
         return self._by_rank(self.plan.reader, self._nbytes * self._read)
 
     @cached_property
@@ -132,7 +134,7 @@ class Forecast:
 
     @cached_property
     def bytes_copied(self) -> _Longs:
-        """Bytes that each rank copies out of staging, int64 ``[ep_size]``: `MigrationReport.bytes_copied` to come.
+        """Bytes that each rank copies out of staging, int64 ``[ep_size]``; ``MigrationReport.bytes_copied`` to come.
 
         Whatever moved is copied into each of its slots, however it came.
         """

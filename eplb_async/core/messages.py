@@ -80,7 +80,7 @@ class Join(Message):
 
     Attributes:
         digests: 16 bytes each: current placement, new placement, everything else that the plan depends on. The
-            last ends with the weight version (`VERSION_BYTES`, big-endian), so that unequal ones can be named.
+            last ends with the weight version (8 bytes, big-endian), so that unequal ones can be named.
         last_epoch: The highest epoch that the sender has seen.
     """
 

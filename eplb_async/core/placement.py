@@ -59,6 +59,12 @@ class Placement:
     def initial(cls, num_layers: int, num_logical: int, *, ep_size: int, num_redundant: int = 0) -> Placement:
         """Lays experts out in order, with the redundant ones repeating them from 0 on.
 
+        Args:
+            num_layers: MoE layers.
+            num_logical: Logical experts per layer.
+            ep_size: Ranks.
+            num_redundant: Slots beyond one for each logical expert, all ranks together.
+
         Raises:
             PlacementError: A size is below its minimum, or the slots do not divide over the ranks (says the
                 smallest redundant count that does).

@@ -29,7 +29,7 @@ from eplb_async.errors import ExpertsLost, PlacementError
 __all__ = ["PLAN_VERSION", "MigrationPlan", "Move", "plan"]
 
 PLAN_VERSION = 1
-"""Changes whenever the same arguments may give another plan: ranks with unequal versions must not migrate."""
+"""Changes whenever the same arguments may give another plan. Ranks with unequal versions must not migrate."""
 
 _NEVER = np.int64(1) << 60
 _SHOWN = 8
@@ -44,10 +44,15 @@ class Move(NamedTuple):
     """
 
     reader: int
+    """Rank that receives it."""
     expert: int
+    """The logical expert."""
     source: int
+    """Rank whose row is read; the reader itself for a local copy."""
     source_slot: int
+    """Slot of that rank, in the old placement."""
     targets: tuple[int, ...]
+    """Slots of the reader that it fills, ascending, in the new placement."""
 
     @property
     def is_local(self) -> bool:

@@ -210,7 +210,7 @@ class Protocol(Member):
 
     @property
     def view_changing(self) -> bool:
-        """Whether a new view is under way, or due and possible: it would end a ``Migrate`` made now."""
+        """Whether a new view is under way, or due and possible; it would end a ``Migrate`` made now."""
         view = self._view
         due = not view.settled or bool(view.broken and view.majority())
         return not self._over and (due or bool(view.arriving & view.remaining))

@@ -41,16 +41,24 @@ class Region(Rows):
     async def released(self, *, timeout: float) -> None:
         """Wait until no READ may write into this region any more.
 
+        Cancelled: nothing has changed.
+
+        Args:
+            timeout: Seconds.
+
         Raises:
             TimeoutError: Some still may after ``timeout`` seconds. Nothing has changed.
         """
         await self._agent._released(self.extent.address, self.extent.end, timeout, self.name)
 
     async def deregister(self) -> None:
-        """Deregister the memory.
+        """Deregister the memory; after that it may be freed.
+
+        Cancelled: it may have been done.
 
         Raises:
             CommunicatorBusy: A READ may still write into it (I-3); it stays registered.
+            WeightsError: It is not registered any more.
         """
         await self._agent._run(lambda endpoint: endpoint.deregister(self))
 
@@ -58,8 +66,12 @@ class Region(Rows):
 class AsyncNixlAgent:
     """A NIXL agent whose transfers are coroutines. Make one with :meth:`open`.
 
-    Bound to the loop that opened it. Peers make progress for each other: whoever may be read from stays
-    inside :meth:`serving` until nobody reads any more (I-17).
+    Bound to the loop that opened it: another loop or thread gets a ``RuntimeError``. Closed, every other call raises
+    `CommunicatorClosed`. Peers make progress for each other: whoever may be read from stays inside :meth:`serving`
+    until nobody reads any more (I-17).
+
+    Attributes:
+        name: Its agent name.
     """
 
     def __init__(self, name: str, engine: LoopEngine, endpoint: Endpoint, inbox: Inbox, *, owns_engine: bool) -> None:
@@ -84,14 +96,20 @@ class AsyncNixlAgent:
     ) -> Opening[AsyncNixlAgent]:
         """Open an agent: ``async with AsyncNixlAgent.open("reader-0") as agent``.
 
+        Cancelled: everything native is given back in the background.
+
         Args:
             name: Agent name; two live agents of one name cannot know each other.
             settings: Settings; default from the environment.
-            engine: Engine to live on; default one of its own.
-            native: Makes the native agent; for tests.
+            engine: Engine to live on; default one of its own. For tests.
+            native: Makes the native agent. For tests.
 
         Returns:
             An awaitable that is also an asynchronous context manager.
+
+        Raises:
+            NixlTransferFailed: NIXL makes no agent.
+            EplbError: NIXL is not installed, or does not load.
         """
         settings = settings or Settings.from_env()
         return Opening(lambda: cls._open(name, settings, engine, native))
@@ -132,8 +150,14 @@ class AsyncNixlAgent:
 
         Cancelled: it is not registered, or soon not any more.
 
+        Args:
+            memory: The tensor or array ``[rows, ...]``, on the CPU or a CUDA device. Each row must be one dense block.
+                It must stay where it is until it is deregistered or the agent is closed.
+            name: What peers ask for with :meth:`Peer.region`.
+
         Raises:
             WeightsError: Rows are not dense, the memory overlaps a region in part, or the name is taken.
+            NixlTransferFailed: NIXL refuses the memory.
         """
         endpoint, made = self._endpoint, list[Rows]()
 
@@ -149,19 +173,31 @@ class AsyncNixlAgent:
         return Region(self, made[0])
 
     async def metadata(self) -> bytes:
-        """NIXL's metadata, the named extents and a digest, for :meth:`add_peer` on other agents."""
+        """NIXL's metadata, the named extents and a digest, for :meth:`add_peer` on other agents.
+
+        It says what is registered now: whoever holds it knows nothing of what is registered later. Cancelled: nothing
+        has changed.
+        """
         return await self._run(lambda endpoint: endpoint.metadata())
 
     async def add_peer(self, blob: bytes) -> Peer:
         """Check a peer's metadata and load it; idempotent.
 
+        Newer metadata of an agent that is known replaces the older. Cancelled: it may have been loaded; add it again.
+
+        Args:
+            blob: What the peer's :meth:`metadata` returned, however it came here.
+
         Raises:
             HandshakeError: The blob is damaged, forged, oversized, our own, or refused by NIXL.
+            CommunicatorBusy: It would replace a peer from which READs have not ended.
         """
         return await self._run(lambda endpoint: endpoint.add_peer(blob))
 
     async def remove_peer(self, peer: Peer) -> None:
         """Forget a peer.
+
+        Cancelled: it may have been done; call it again to be sure.
 
         Raises:
             CommunicatorBusy: READs from it have not ended.
@@ -181,6 +217,9 @@ class AsyncNixlAgent:
             notif: Sent to the peer when everything has arrived.
             timeout: Seconds; default ``settings.read_timeout``.
 
+        Returns:
+            How many bytes it read, and how fast.
+
         Raises:
             NixlTransferFailed: It failed; ``NixlTransferTimeout``, ``NixlPeerDisconnected`` where known.
             TransferError: Sizes differ, or a span is outside registered memory.
@@ -191,7 +230,9 @@ class AsyncNixlAgent:
         return await self._call(lambda: read(endpoint, local, remote, timeout=limit, notif=notif))
 
     async def notify(self, peer: Peer, message: bytes) -> None:
-        """Send a small message to a peer.
+        """Send a small message to a peer, for its :meth:`notifications`.
+
+        Returns when NIXL has taken it; nothing says when it has arrived. Cancelled: it may have been sent.
 
         Raises:
             NixlPeerDisconnected: The peer is gone.
@@ -226,7 +267,10 @@ class AsyncNixlAgent:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Make progress at an active pace while peers may read from us."""
+        """Make progress at an active pace while peers may read from us: ``async with agent.serving():``.
+
+        Cancelled while entering or inside: it is over.
+        """
         stack = contextlib.ExitStack()
         try:
             await self._run(lambda endpoint: stack.enter_context(endpoint.serving()))
@@ -235,7 +279,7 @@ class AsyncNixlAgent:
             self._undo(stack.close)
 
     async def stats(self) -> EndpointStats:
-        """Counters: READs in flight, quarantined bytes, polls, the longest native call."""
+        """Counters: READs in flight, quarantined bytes, polls, the longest native call. Cancelled: nothing changes."""
         return await self._run(lambda endpoint: endpoint.stats())
 
     async def aclose(self, timeout: float | None = None) -> tuple[str, ...]:

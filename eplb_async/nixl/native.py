@@ -14,7 +14,7 @@ Handle = NewType("Handle", object)
 """One transfer request; opaque."""
 
 Descriptors = npt.NDArray[np.uint64]
-"""Blocks of memory, ``[n, 3]``: address, length in bytes, device index."""
+"""Blocks of memory, uint64 ``[n, 3]``; each has an address, a length in bytes and a device index."""
 
 
 class State(Enum):

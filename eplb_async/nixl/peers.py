@@ -13,7 +13,13 @@ from eplb_async.settings import Settings
 
 
 class Peer:
-    """A remote agent that we may read from."""
+    """A remote agent that we may read from.
+
+    Attributes:
+        name: Its agent name.
+        blob: The metadata that it was added with.
+        gone: Whether it is known gone: disconnected, removed, or replaced by newer metadata of its name.
+    """
 
     def __init__(self, name: str, blob: bytes, extents: list[Extent]) -> None:
         self.name = name

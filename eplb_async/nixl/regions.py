@@ -70,9 +70,15 @@ class Rows:
         return self.extent.name
 
     def __len__(self) -> int:
+        """Rows of the region."""
         return self.extent.num_rows
 
     def __getitem__(self, rows: int | slice) -> Span:
+        """Some of its rows: one by its number, or a slice without a step; negative ones count from the end.
+
+        Raises:
+            IndexError: It has no such rows; unlike a list it cuts no slice short.
+        """
         total = self.extent.num_rows
         if isinstance(rows, slice):
             first, stop, step = rows.indices(total)

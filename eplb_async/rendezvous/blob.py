@@ -59,7 +59,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         agent: Name of its NIXL agent.
         incarnation: Identity of this start; later ones compare greater.
         metadata: NIXL's agent metadata, opaque.
-        layout: Where its rows are, as `Layout.to_plain` gives it; its numbers are checked by the caller.
+        layout: Where its rows are, as ``Layout.to_plain`` gives it; its numbers are checked by the caller.
         placement_digest: Digest of the placement it was opened with.
         node: Host label.
         term: Term of its view; 0 while it opens.

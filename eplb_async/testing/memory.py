@@ -59,7 +59,6 @@ class MemoryFabric:
     Attributes:
         violations: What a correct caller never does, in words, in the order it was done.
         open_handles: Requests made and neither released nor abandoned.
-        posts: READs posted so far.
         log: Every READ posted: (reader, source, bytes).
     """
 

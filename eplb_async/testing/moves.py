@@ -16,7 +16,9 @@ class Move(NamedTuple):
     """One act, by name and arguments: printable, and repeatable with `Ring.play`."""
 
     act: str
+    """Name of a method of the ring."""
     args: tuple[Any, ...] = ()
+    """What it is called with."""
     helpful: bool = True
     """Whether progress may rely on it; faults are not."""
 

@@ -75,7 +75,16 @@ class Failure:
 
 
 class RankProcesses:
-    """N real ranks of one group on this machine.
+    """N real ranks of one group on this machine, to be used ``with``.
+
+    Commands by the name of a method of the communicator call that in the rank's process, and answer what it
+    answers, records as dictionaries: ``open``, ``migrate`` (a placement, seconds), ``health``, ``placement``,
+    ``exclude`` (a rank), ``reconnect`` (a rank, seconds), ``rebind``, ``suspend``, ``resume``, ``close``. Of the
+    others, ``check`` answers how many bytes differ from a placement, by default the communicator's own; ``cancel``
+    cancels the migration that runs; ``phase`` and ``reading`` answer once ``health()`` says so; ``update`` writes
+    layers anew; ``run`` awaits a coroutine function of yours, given by the names of its module and itself, with the
+    communicator and further arguments. While a migration that was sent with :meth:`send` runs, further commands are
+    answered.
 
     Args:
         spec: What each opens.

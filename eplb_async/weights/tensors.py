@@ -14,6 +14,11 @@ from eplb_async.weights.rows import byte_rows, check_apart, check_movable, place
 
 LayerWeights = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 WeightsLike = Sequence[LayerWeights] | Callable[[], Sequence[LayerWeights]]
+"""For each layer of a rank its tensors ``[num_local_experts, ...]``, or a callable that returns that.
+
+A layer's tensors are a sequence, or a mapping from names. They may differ in shape and dtype. Along the first dimension
+each has a row for every slot of the rank, and each row is one dense block of bytes.
+"""
 
 
 class ExpertWeights:
