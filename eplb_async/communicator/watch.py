@@ -66,8 +66,9 @@ class Watch:
         self._patience = 0
         self._unheard: dict[int, int] = {}
         """Rounds since each member was heard."""
-        self._silent: dict[int, str] = {}
-        """As noted in ``degraded``."""
+        self._silent: set[int] = set()
+        self._reason = ""
+        """As noted in ``degraded`` of those who are silent."""
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
@@ -77,6 +78,7 @@ class Watch:
         if seconds:
             # An idle rank looks for messages once in an idle tick: there for the ping, here for the answer.
             self._patience = 2 + math.ceil(2 * self._idle_tick / seconds)
+            self._reason = f"not heard for {self._patience * seconds:.1f} s or more"
             self._tick()
 
     def heard(self, rank: int) -> None:
@@ -106,25 +108,21 @@ class Watch:
         for rank in members:
             unheard = self._unheard.get(rank, 0)
             if unheard >= self._patience:
-                fresh |= self._note(rank, unheard * self._seconds)
+                fresh |= 0 if rank in self._silent else bit(rank)
+                self._silent.add(rank)
+                if rank not in self._degraded:  # else it is known for something worse
+                    self._degraded[rank] = self._reason
             self._unheard[rank] = unheard + 1
             (self._ping if unheard else self._greet)(rank)
         if fresh:
             _log.warning(
-                "not heard for %.1f s: %s. Next: see whether the process is stopped, or a host cut off, which may be "
-                "this one; migrations wait for it, and exclude(rank) says that a rank is dead",
-                self._patience * self._seconds,
+                "%s: %s. Next: see whether the process is stopped, or a host cut off, which may be this one; "
+                "migrations wait for it, and exclude(rank) says that a rank is dead",
                 names(fresh),
+                self._reason,
             )
 
-    def _note(self, rank: int, seconds: float) -> int:
-        """A member is silent; returns the set of it, if it was not before."""
-        known = self._silent.get(rank)
-        if self._degraded.get(rank) == known:
-            self._degraded[rank] = self._silent[rank] = f"silent for {seconds:.1f} s"
-        return bit(rank) if known is None else 0
-
     def _forget(self, rank: int) -> None:
-        text = self._silent.pop(rank)
-        if self._degraded.get(rank) == text:
+        self._silent.discard(rank)
+        if self._degraded.get(rank) == self._reason:
             del self._degraded[rank]

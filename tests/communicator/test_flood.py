@@ -23,7 +23,7 @@ CODEC = Codec(derive_key(b"the cluster's secret", "default"), ep_size=3, num_lay
 FLOOD = 50_000
 
 
-@pytest.mark.parametrize("kind", ["garbage", "pings", "large", "names"])
+@pytest.mark.parametrize("kind", ["garbage", "pings", "words", "large", "names"])
 def test_a_flood_neither_starves_a_migration_nor_grows(kind: str) -> None:
     """50 000 notifications at once, and more in each lap, of a rank that is out and goes on sending.
 
@@ -46,7 +46,21 @@ def test_a_flood_neither_starves_a_migration_nor_grows(kind: str) -> None:
                     receiver_incarnation=driver.identity.incarnation,
                 )
             )
-            message = {"garbage": b"x" * 120, "pings": ping, "large": bytes(200_000), "names": b"x"}[kind]
+            word = CODEC.encode(
+                messages.Word(
+                    sender=2,
+                    sender_incarnation=known.incarnation,
+                    receiver_incarnation=driver.identity.incarnation,
+                    topic=1,
+                    serial=1,
+                    part=0,
+                    parts=2,
+                    data=bytes(100),
+                )
+            )
+            message = {"garbage": b"x" * 120, "pings": ping, "words": word, "large": bytes(200_000), "names": b"x"}[
+                kind
+            ]
             burst = [(known.peer.name, message)] * (FLOOD if kind != "large" else 500)
             if kind == "names":
                 burst = [(f"invented-{i}", message) for i in range(FLOOD)]

@@ -101,15 +101,37 @@ def test_a_stopped_member_is_named_until_it_is_heard(caplog: pytest.LogCaptureFi
             took = await until(lambda: all(2 in degraded(cluster, rank) for rank in (0, 1)), 60.0)
             assert 6.0 < took <= 10.0
             await asyncio.sleep(100.0)
-            assert degraded(cluster, 0)[2].startswith("silent for 10")
+            assert degraded(cluster, 0)[2] == "not heard for 8.0 s or more"
             assert cluster.comms[0].view.members == (0, 1, 2)
-            assert len([r for r in caplog.records if "not heard for 8.0 s: rank 2." in r.getMessage()]) == 2
+            assert len([r for r in caplog.records if "rank 2: not heard for 8.0 s or more." in r.getMessage()]) == 2
             assert "exclude(rank) says that a rank is dead" in caplog.text
             cluster.resume(2)
             await until(lambda: not any(degraded(cluster, rank) for rank in range(3)), 10.0)
             assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(NEW))
 
     run(main())
+
+
+def test_a_member_that_is_degraded_for_another_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What is worse stays; what is silent is said when that is over."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            watch(cluster, 2.0)
+            noted = cluster.comms[0]._session.driver.degraded
+            noted[2] = "a READ from it failed"
+            cluster.stop(2)
+            await asyncio.sleep(60.0)
+            assert noted == {2: "a READ from it failed"}
+            del noted[2]
+            await asyncio.sleep(3.0)
+            assert noted[2] == "not heard for 8.0 s or more"
+            cluster.resume(2)
+            await asyncio.sleep(5.0)
+            assert noted == {}
+
+    run(main())
+    assert len([r for r in caplog.records if "rank 2: not heard for 8.0 s or more." in r.getMessage()]) == 2
 
 
 def test_one_that_does_not_watch_is_pinged_and_not_named() -> None:
@@ -205,7 +227,7 @@ def test_a_rank_that_is_suspended_or_excluded_is_seen_as_what_it_is() -> None:
             await cluster.comms[0].exclude(2)
             await until(lambda: cluster.comms[0].view.members == (0, 1), 20.0)
             await asyncio.sleep(5.0)
-            assert degraded(cluster, 0)[2].startswith("excluded by the caller (silent for ")
+            assert degraded(cluster, 0)[2].startswith("excluded by the caller (not heard for ")
             cluster.resume(2)
             await asyncio.sleep(30.0)
             assert cluster.comms[2].health().phase == "fenced"

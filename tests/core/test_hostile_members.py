@@ -50,6 +50,11 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "rank": st.integers(0, RANKS - 1),
     "start": counter,
     "digest": st.sampled_from([bytes(16), b"x" * 16]),
+    "topic": st.just(7),
+    "serial": counter,
+    "part": st.integers(0, 3),
+    "parts": st.integers(1, 3),
+    "data": st.just(b"mail"),
 }
 KINDS = [kind for kind in Message.__subclasses__() if kind is not messages.Introduce]
 
