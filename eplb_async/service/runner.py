@@ -179,8 +179,6 @@ class Runner:
             case Send(to, message):
                 try:
                     self._comm.mail.send(to, TOPIC, message.encode())
-                except CommunicatorBusy as error:  # as if it were lost on its way: the round ends at its deadline
-                    _log.warning("rank %d: %s", self.rounds.rank, error)
                 except CommunicatorClosed as error:
                     self._owner.lost(str(error))
             case Collect(number):
