@@ -47,6 +47,9 @@ class Owner(Protocol):
     def viewed(self, *, changed: bool) -> None:
         """There may be another view; whether it has other members."""
 
+    def note(self) -> None:
+        """Where the rounds stand has changed, or not."""
+
     def lost(self, reason: str) -> None:
         """The communicator is out of the group."""
 
@@ -142,6 +145,7 @@ class Runner:
         finally:
             self._draining = False
         self._set_timer()
+        self._owner.note()
 
     async def close(self, reason: str) -> None:
         """End what runs, tell the others, and wait until this rank's migration has let go."""

@@ -123,7 +123,7 @@ class EplbService:
         if self._closing is not None:
             raise CommunicatorClosed("the service is closed; make a new one")
         self._closed = ""
-        self._now_is("idle")
+        self._phase = ("idle", self._runner.loop.time())
         try:
             self.comm.watch(self.settings.watch_interval)
             if self.settings.max_bytes_per_second:
@@ -310,7 +310,6 @@ class EplbService:
         """A round was begun here."""
         self._gates.began(self._count())
         self._set_alarms()
-        self._note()
 
     def ended(self, end: End, cause: Exception | None, migration: MigrationReport | None) -> None:
         """A round, or the wish for one, is over here."""
@@ -331,7 +330,6 @@ class EplbService:
                 waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
             else:
                 waiter.set_exception(cause or _failure(end))
-        self._note()
         if not self._closed:
             self._runner.post(self._review)
 
@@ -340,6 +338,14 @@ class EplbService:
         if changed:
             self._gates.urge()
         self._runner.post(self._review)
+
+    def note(self) -> None:
+        """Where the rounds stand has changed, or not."""
+        rounds = self._runner.rounds
+        phase = "closed" if self._closed else rounds.stage
+        phase = "paused" if phase == "idle" and rounds.paused else phase
+        if phase != self._phase[0]:
+            self._phase = (phase, self._runner.loop.time())
 
     def lost(self, reason: str) -> None:
         """The communicator is out of the group: the service is over."""
@@ -368,7 +374,7 @@ class EplbService:
             if not waiter.done():
                 waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
         self._workers.shutdown()
-        self._note()
+        self.note()
 
     def _count(self) -> int:
         """Steps so far: recorded, or run, whichever are more."""
@@ -429,14 +435,13 @@ class EplbService:
             self._runner.do(self._runner.rounds.pause())
             _log.info("rank %d: rebalancing is paused until resume(), on all ranks", self._rank)
             self._emit("rebalancing_paused")
-            self._note()
 
     def _resume(self) -> None:
         if self._runner.rounds.paused:
             self._runner.rounds.paused = False
             _log.info("rank %d: rebalancing goes on", self._rank)
             self._emit("rebalancing_resumed")
-            self._note()
+            self.note()
             self._review()
 
     def _say(self, report: RebalanceReport, end: End, cause: Exception | None) -> None:
@@ -480,14 +485,6 @@ class EplbService:
         if self._emitter is not None:
             self._emitter.emit(name, **fields)
 
-    def _note(self) -> None:
-        rounds = self._runner.rounds
-        phase = "closed" if self._closed else rounds.stage
-        self._now_is("paused" if phase == "idle" and rounds.paused else phase)
-
-    def _now_is(self, phase: str) -> None:
-        if phase != self._phase[0]:
-            self._phase = (phase, self._runner.loop.time())
 
     def _over(self) -> str:
         """Why the communicator is of no use any more; empty while it is."""
