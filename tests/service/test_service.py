@@ -200,7 +200,9 @@ def test_a_policy_that_fails_fails_the_round_and_no_more(
 
         async with Services(policy=policy) as group:
             group.record()
-            with pytest.raises((ZeroDivisionError, TypeError, PlacementError), match=None if words[0] == "Z" else words):
+            with pytest.raises(
+                (ZeroDivisionError, TypeError, PlacementError), match=None if words[0] == "Z" else words
+            ):
                 await group.services[0].rebalance()
             with pytest.raises(RebalanceFailed, match=f"the policy failed.*{words}"):
                 await group.services[2].rebalance()
