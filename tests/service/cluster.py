@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +39,8 @@ class Services:
         settings: Of every service, or of each.
         step: Whether layers are applied at steps.
         without: Ranks that have no service.
-        options: Further arguments of every service; callables of a rank give each its own.
+        of_rank: Further arguments of a rank's service.
+        options: Further arguments of every service.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Services:
         settings: ServiceSettings = MANUAL,
         step: bool = False,
         without: tuple[int, ...] = (),
-        telemetry: Any = None,
+        of_rank: Callable[[Services, int], dict[str, Any]] = lambda group, rank: {},
         **options: Any,
     ) -> None:
         self.placement = placement or Placement.initial(4, 12, ep_size=3, num_redundant=3)
@@ -58,7 +60,7 @@ class Services:
         self.services: dict[int, EplbService] = {}
         self._settings = settings
         self._without = without
-        self._telemetry = telemetry
+        self._of_rank = of_rank
         self._options = options
 
     async def __aenter__(self) -> Services:
@@ -69,8 +71,7 @@ class Services:
         return self
 
     async def start(self, rank: int, **options: Any) -> EplbService:
-        telemetry = None if self._telemetry is None else self._telemetry(rank)
-        chosen = {"settings": self._settings, "telemetry": telemetry} | self._options | options
+        chosen = {"settings": self._settings} | self._options | self._of_rank(self, rank) | options
         service = LocalService(self.cluster.comms[rank], **chosen)
         self.services[rank] = await service.__aenter__()
         return service

@@ -367,6 +367,100 @@ def test_cancelled_or_timed_out_the_round_goes_on() -> None:
     run(main())
 
 
+def test_a_rank_that_comes_back_is_filled_again() -> None:
+    placement = Placement(np.tile(np.arange(8), (3, 3)), ep_size=3)
+
+    async def main() -> None:
+        async with Services(placement, settings=replace(MANUAL, step_interval=1000, watch_interval=0.5)) as group:
+            cluster = group.cluster
+            group.record()
+            cluster.kill(2)
+            await holds(group, 2, False)
+            back = asyncio.ensure_future(cluster.restart(2, placement))
+            assert await cluster.reconnect(2) == [None, None]
+            await back
+            await group.start(2)
+            group.record()
+            await holds(group, 2, True)
+            await group.idle()
+            assert group.services[0].health().members == (0, 1, 2)
+            assert len({comm.placement.digest() for comm in cluster.comms}) == 1
+            assert cluster.wrong_bytes() == 0
+
+    run(main())
+
+
+async def holds(group: Services, rank: int, something: bool) -> None:
+    """Until rank 0 says that a rank holds something, or nothing."""
+    async with asyncio.timeout(300):
+        while bool((group.cluster.comms[0].placement.local(rank) >= 0).any()) != something:
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["with a loader", "without"])
+def test_lost_experts_come_from_the_loader_or_the_log_says_that_one_is_needed(
+    loads: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    placement = Placement.initial(2, 6, ep_size=3, num_redundant=6)
+    alone = Placement(placement.physical_to_logical_map[:, [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]], ep_size=3)
+
+    async def main() -> None:
+        chosen = replace(MANUAL, step_interval=1000, watch_interval=0.5)
+
+        def of_rank(group: Services, rank: int) -> dict[str, Any]:
+            return {"load_expert": group.cluster.rows[rank].load} if loads else {}
+
+        async with Services(alone, settings=chosen, of_rank=of_rank) as group:
+            group.record()
+            group.cluster.kill(2)
+            await asyncio.sleep(30)
+            emptied = (group.cluster.comms[0].placement.local(2) == -1).all()
+            assert emptied == loads
+            assert (group.services[0].health().failures == 0) == loads
+            assert group.cluster.wrong_bytes(ranks=(0, 1)) == 0
+
+    with caplog.at_level(logging.WARNING, "eplb_async.service"):
+        run(main())
+    assert any("load_expert" in record.getMessage() for record in caplog.records) != loads
+
+
+def test_a_second_service_of_a_communicator_is_refused() -> None:
+    async def main() -> None:
+        async with Services(settings=replace(MANUAL, max_bytes_per_second=12345)) as group:
+            with pytest.raises(CommunicatorBusy, match="a service runs on this communicator already"):
+                await group.start(1)
+            await asyncio.sleep(0.1)
+            assert group.cluster.comms[1].health().max_bytes_per_second == 12345
+            group.services[1] = next(iter(group.services.values()))
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5, 50])
+@pytest.mark.parametrize("what", ["loads", "policy", "migration"])
+def test_a_task_that_is_cancelled_by_somebody_fails_the_round_and_no_more(what: str, turns: int) -> None:
+    """Also before it has run at all."""
+
+    async def main() -> None:
+        async with Services() as group:
+            group.record()
+            asked = asyncio.ensure_future(group.rebalance(0))
+            while not (found := [t for t in asyncio.all_tasks() if t.get_name() == f"{what} of round 1"]):
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            begun = asyncio.get_running_loop().time()
+            found[0].cancel()
+            assert isinstance(await asked, RebalanceFailed | MigrationError | RebalanceReport)
+            await asyncio.sleep(0.5)  # all have heard
+            await group.idle()
+            assert asyncio.get_running_loop().time() - begun < 5
+            assert isinstance(await group.rebalance(1, force=True), RebalanceReport)
+            assert group.cluster.wrong_bytes() == 0
+
+    run(main())
+
+
 @pytest.mark.parametrize("closes", [0, 1])
 def test_closing_while_a_round_moves_ends_it_everywhere(closes: int) -> None:
     """Twice is once; the communicators stay, and the others are told at once."""
@@ -536,7 +630,7 @@ def test_the_hook_hears_of_every_round() -> None:
             heard.append((event.name, dict(event.fields)))
             raise ValueError("hooks change nothing")
 
-        async with Services(telemetry=lambda rank: hook if rank == 0 else None) as group:
+        async with Services(of_rank=lambda _, rank: {"telemetry": hook} if rank == 0 else {}) as group:
             group.record()
             await group.services[0].rebalance()
             group.services[0].pause()

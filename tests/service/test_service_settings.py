@@ -29,6 +29,7 @@ def test_settings_come_from_their_own_variables() -> None:
         ({"max_moves": 1.5}, "max_moves=1.5 is not a whole number"),
         ({"round_timeout": True}, "round_timeout=True"),
         ({"min_interval": float("nan")}, "min_interval=nan"),
+        ({"watch_interval": 0.01}, "watch_interval=0.01 is neither 0 nor 0.05 or more"),
         ({"backoff": 10.0, "backoff_max": 5.0}, "backoff_max=5.0 is below backoff=10.0"),
     ],
 )
