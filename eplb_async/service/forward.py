@@ -43,7 +43,10 @@ class Forward:
 
     def __enter__(self) -> Steps:
         step = self.step.__enter__()
-        self._entered()
+        self.placement = self._where.placement
+        self.count += 1
+        if self.count >= self.alarm:
+            self._ring()
         return step
 
     def __exit__(self, *exc: object) -> None:
@@ -51,15 +54,15 @@ class Forward:
 
     async def __aenter__(self) -> Steps:
         step = await self.step.__aenter__()
-        self._entered()
+        self.placement = self._where.placement
+        self.count += 1
+        if self.count >= self.alarm:
+            self._ring()
         return step
 
     async def __aexit__(self, *exc: object) -> None:
         self.step.__exit__(*exc)
 
-    def _entered(self) -> None:
-        self.placement = self._where.placement
-        self.count += 1
-        if self.count >= self.alarm:
-            self.alarm = NEVER
-            self._wake()
+    def _ring(self) -> None:
+        self.alarm = NEVER
+        self._wake()

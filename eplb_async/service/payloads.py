@@ -33,7 +33,7 @@ __all__ = [
     "decode",
 ]
 
-TOPIC = 1
+TOPIC = 65535
 """The service's topic in ``comm.mail``."""
 
 _VERSION = 1

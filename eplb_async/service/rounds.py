@@ -243,7 +243,7 @@ class Rounds:
         return self._take()
 
     def failed(self, number: int, reason: str, now: float, *, tell: bool) -> list[Action]:
-        """This rank's loads or migration failed.
+        """This rank's loads, policy or migration failed.
 
         Args:
             number: The round.
@@ -254,9 +254,9 @@ class Rounds:
         current = self._round
         if current is None or current.number != number:
             return []
-        if current.stage == "asking":
+        if current.stage in ("asking", "deciding"):
             self._conclude("failed", f"rank {self.rank}: {reason}", now, ranks=(self.rank,))
-        elif current.stage != "deciding":
+        else:
             if tell:
                 self._refuse(number, Why.FAILED, reason, all_members=current.stage == "moving")
             self._end("failed", reason, now, ranks=(self.rank,))

@@ -47,7 +47,10 @@ class Owner(Protocol):
     def viewed(self, *, changed: bool) -> None:
         """There may be another view; whether it has other members."""
 
-    def lost(self, reason: str) -> None:
+    def note(self) -> None:
+        """Where the rounds stand has changed, or not."""
+
+    def lost(self) -> None:
         """The communicator is out of the group."""
 
 
@@ -91,6 +94,17 @@ class Runner:
         self._deciding: tuple[int, asyncio.Future[Verdict]] | None = None
         self._cause: Exception | None = None
         self._migration: MigrationReport | None = None
+        self._removers: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        """Hear what the others say, from now on.
+
+        Raises:
+            CommunicatorBusy: There is a service of this communicator already.
+        """
+        mail = self._comm.mail
+        if mail.wants(TOPIC):
+            raise CommunicatorBusy("a service runs on this communicator already; close that one first")
         me = weakref.ref(self)  # the communicator must not keep a service alive that was dropped
 
         def heard(sender: int, payload: bytes) -> None:
@@ -101,7 +115,8 @@ class Runner:
             if (runner := me()) is not None:
                 runner.post(runner.viewed)
 
-        self._removers = [comm.mail.subscribe(TOPIC, heard), comm.mail.on_view(viewed)]
+        self._removers = [mail.subscribe(TOPIC, heard), mail.on_view(viewed)]
+        self.look()
 
     # ------------------------------------------------------------------------------------------ what goes in
     def heard(self, sender: int, payload: bytes) -> None:
@@ -142,6 +157,7 @@ class Runner:
         finally:
             self._draining = False
         self._set_timer()
+        self._owner.note()
 
     async def close(self, reason: str) -> None:
         """End what runs, tell the others, and wait until this rank's migration has let go."""
@@ -179,16 +195,19 @@ class Runner:
             case Send(to, message):
                 try:
                     self._comm.mail.send(to, TOPIC, message.encode())
-                except CommunicatorClosed as error:
-                    self._owner.lost(str(error))
+                except CommunicatorClosed:
+                    self._owner.lost()
+                except CommunicatorBusy as error:  # a rank that is silent; it is waited for, and named in time
+                    self.rounds.dropped["unsendable"] += 1
+                    _log.warning("rank %d: %s", self.rounds.rank, error)
             case Collect(number):
                 self._cause = self._migration = None
                 self._owner.began()
-                self._spawn(self._collect(number), f"loads of round {number}")
+                self._spawn(self._collect(number), number, f"loads of round {number}")
             case Decide():
-                self._spawn(self._decide(action), f"policy of round {action.round}")
+                self._spawn(self._decide(action), action.round, f"policy of round {action.round}")
             case Move(number, verdict):
-                self._moving = self._spawn(self._move(number, verdict), f"migration of round {number}")
+                self._moving = self._spawn(self._move(number, verdict), number, f"migration of round {number}")
             case Stop():
                 if self._moving is not None:
                     self._moving.cancel()
@@ -243,15 +262,16 @@ class Runner:
             migration = await self._comm.migrate(
                 verdict.placement, timeout=self._settings.migrate_timeout, load_expert=self._load_expert
             )
-        except asyncio.CancelledError:  # stopped, or the task was cancelled by somebody: all ranks end at one layer
-            self.do(self.rounds.failed(number, "its migration was cancelled", self.loop.time(), tell=False))
+        except asyncio.CancelledError:
+            # Stopped: the round is over here. Else by somebody: the others may wait for a rank that has not joined yet.
+            self.do(self.rounds.failed(number, "its migration was cancelled", self.loop.time(), tell=True))
             raise
         except Exception as error:
             self._cause = error
             at_once = isinstance(error, _AT_ONCE)
             self.do(self.rounds.failed(number, describe(error), self.loop.time(), tell=at_once))
             if isinstance(error, CommunicatorClosed):
-                self._owner.lost(str(error))
+                self._owner.lost()
         else:
             self._migration = migration
             self.do(self.rounds.moved(number, self.loop.time()))
@@ -259,16 +279,23 @@ class Runner:
     def _off(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return self.loop.run_in_executor(self._workers, work)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], number: int, name: str) -> asyncio.Task[None]:
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._reap)
+        task.add_done_callback(lambda _: self._reap(task, number))
         return task
 
-    def _reap(self, task: asyncio.Task[None]) -> None:
+    def _reap(self, task: asyncio.Task[None], number: int) -> None:
+        """See that the round hears of its task's end also where that was cancelled, perhaps before it ran at all."""
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            why = "the task was cancelled by somebody"
+        elif (error := task.exception()) is not None:
+            why = f"the task failed: {describe(error)}"
             _log.error("%s failed; please report it", task.get_name(), exc_info=error)
+        else:
+            return
+        self.do(self.rounds.failed(number, why, self.loop.time(), tell=True))
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -83,6 +83,7 @@ class EplbService:
         health, placement = comm.health(), comm.placement
         _check_room(placement)
         self._rank = health.rank
+        self._lockstep = comm.activation == "step"
         self._window = LoadWindow(placement, steps=self.settings.window_steps, rank=self._rank)
         self._counter: AttachedCounter | None = None
         self._uncount: Callable[[], None] = lambda: None
@@ -119,19 +120,20 @@ class EplbService:
 
         Raises:
             CommunicatorClosed: The communicator is closed, or was fenced.
+            CommunicatorBusy: There is a service of this communicator already.
         """
         if self._closing is not None:
             raise CommunicatorClosed("the service is closed; make a new one")
+        self._runner.start()
         self._closed = ""
-        self._now_is("idle")
+        self._phase = ("idle", self._runner.loop.time())
         try:
             self.comm.watch(self.settings.watch_interval)
             if self.settings.max_bytes_per_second:
                 self.comm.limit(self.settings.max_bytes_per_second)
-        except CommunicatorClosed as error:
-            self.lost(str(error))
+        except CommunicatorClosed:
+            self.lost()
             raise
-        self._runner.look()
         self._review()
         return self
 
@@ -174,7 +176,7 @@ class EplbService:
             ValueError: The number is not above the last one.
             RuntimeError: A step is running, or layers are applied at once: there `comm.using(layer)` is the way.
         """
-        if not self._steps:
+        if not self._lockstep:
             raise RuntimeError(
                 "forward() is for engines in lock-step, opened with Settings(activation='step') on every rank; here "
                 "layers are applied at once: enter comm.using(layer) around the use of each layer, and call record()"
@@ -310,7 +312,6 @@ class EplbService:
         """A round was begun here."""
         self._gates.began(self._count())
         self._set_alarms()
-        self._note()
 
     def ended(self, end: End, cause: Exception | None, migration: MigrationReport | None) -> None:
         """A round, or the wish for one, is over here."""
@@ -331,7 +332,6 @@ class EplbService:
                 waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
             else:
                 waiter.set_exception(cause or _failure(end))
-        self._note()
         if not self._closed:
             self._runner.post(self._review)
 
@@ -341,21 +341,27 @@ class EplbService:
             self._gates.urge()
         self._runner.post(self._review)
 
-    def lost(self, reason: str) -> None:
+    def note(self) -> None:
+        """Where the rounds stand has changed, or not."""
+        rounds = self._runner.rounds
+        phase = "closed" if self._closed else rounds.stage
+        phase = "paused" if phase == "idle" and rounds.paused else phase
+        if phase != self._phase[0]:
+            self._phase = (phase, self._runner.loop.time())
+
+    def lost(self) -> None:
         """The communicator is out of the group: the service is over."""
         if self._closed or self._closing is not None:
             return
-        _log.error("rank %d: the service is over, since the communicator is: %s; open both anew", self._rank, reason)
-        self._runner.post(lambda: None if self._closing else self._begin_close(reason))
+        self._closed = why = self._over() or "the communicator is closed"
+        level = logging.ERROR if _is_bad(why) else logging.INFO
+        _log.log(level, "rank %d: the service is over, since %s; open both anew", self._rank, why)
+        self._runner.post(self._begin_close)
 
     # ---------------------------------------------------------------------------------------------- within
-    @property
-    def _steps(self) -> bool:
-        return self.comm.activation == "step"
-
-    def _begin_close(self, reason: str) -> None:
-        self._closed = reason
-        self._closing = asyncio.ensure_future(self._close())
+    def _begin_close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
 
     async def _close(self) -> None:
         self._closed = self._closed or "closed"
@@ -368,7 +374,7 @@ class EplbService:
             if not waiter.done():
                 waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
         self._workers.shutdown()
-        self._note()
+        self.note()
 
     def _count(self) -> int:
         """Steps so far: recorded, or run, whichever are more."""
@@ -386,8 +392,8 @@ class EplbService:
         """Steps have passed, or time, or a round: is the next one due?"""
         if self._closed:
             return
-        if over := self._over():
-            self.lost(over)
+        if self._over():
+            self.lost()
             return
         rounds, now = self._runner.rounds, self._runner.loop.time()
         if self._timer is not None:
@@ -429,14 +435,13 @@ class EplbService:
             self._runner.do(self._runner.rounds.pause())
             _log.info("rank %d: rebalancing is paused until resume(), on all ranks", self._rank)
             self._emit("rebalancing_paused")
-            self._note()
 
     def _resume(self) -> None:
         if self._runner.rounds.paused:
             self._runner.rounds.paused = False
             _log.info("rank %d: rebalancing goes on", self._rank)
             self._emit("rebalancing_resumed")
-            self._note()
+            self.note()
             self._review()
 
     def _say(self, report: RebalanceReport, end: End, cause: Exception | None) -> None:
@@ -480,19 +485,12 @@ class EplbService:
         if self._emitter is not None:
             self._emitter.emit(name, **fields)
 
-    def _note(self) -> None:
-        rounds = self._runner.rounds
-        phase = "closed" if self._closed else rounds.stage
-        self._now_is("paused" if phase == "idle" and rounds.paused else phase)
-
-    def _now_is(self, phase: str) -> None:
-        if phase != self._phase[0]:
-            self._phase = (phase, self._runner.loop.time())
-
     def _over(self) -> str:
         """Why the communicator is of no use any more; empty while it is."""
-        phase = self.comm.health().phase
-        return f"the communicator is {phase}" if phase in _GONE else ""
+        health = self.comm.health()
+        if health.phase not in _GONE:
+            return ""
+        return f"the communicator is {health.last_error if _is_bad(health.last_error) else health.phase}"
 
     def _on_loop(self, call: Callable[[], object]) -> None:
         if threading.get_ident() == self._thread:
@@ -521,6 +519,11 @@ class EplbService:
 
 
 _TOLD = ("outcome", "round", "reason", "balancedness_before", "balancedness_after", "num_moves", "seconds")
+
+
+def _is_bad(why: str) -> bool:
+    """Whether a communicator did not end as its owner wanted."""
+    return "fenced: " in why or "broken: " in why
 
 
 def _report(end: End, migration: MigrationReport | None) -> RebalanceReport:

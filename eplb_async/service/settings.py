@@ -75,6 +75,8 @@ class ServiceSettings:
             if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"service setting {name}={value!r} is not {kind} from {lowest} to {highest}")
+        if 0 < self.watch_interval < 0.05:
+            raise ValueError(f"service setting watch_interval={self.watch_interval} is neither 0 nor 0.05 or more")
         if self.backoff_max < self.backoff:
             raise ValueError(f"service setting backoff_max={self.backoff_max} is below backoff={self.backoff}")
 

@@ -287,7 +287,7 @@ def test_what_cannot_be_ends_the_round_and_names_its_sender() -> None:
         assert end.reason == "rank 2 sent loads that are negative"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_in_any_order_with_loss_and_doubles_everything_ends(data: st.DataObject) -> None:
     """Never two verdicts of one round, never a rank twice in one migration; every wish ends once, and all are idle."""
