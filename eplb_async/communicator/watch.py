@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection
 
+from eplb_async.communicator.degraded import Degraded
 from eplb_async.core.views import bit, names
 
 _log = logging.getLogger("eplb_async.watch")
@@ -54,7 +55,7 @@ class Watch:
         members: Callable[[], Collection[int]],
         greet: Callable[[int], object],
         ping: Callable[[int], object],
-        degraded: dict[int, str],
+        degraded: Degraded,
     ) -> None:
         self._loop = loop
         self._idle_tick = idle_tick
@@ -120,8 +121,12 @@ class Watch:
     def _note(self, rank: int, seconds: float) -> int:
         """A member is silent; returns the set of it, if it was not before."""
         known = self._silent.get(rank)
-        if self._degraded.get(rank) == known:
-            self._degraded[rank] = self._silent[rank] = f"silent for {seconds:.1f} s"
+        text = self._silent[rank] = f"silent for {seconds:.1f} s"
+        noted = self._degraded.get(rank)
+        if noted is None:
+            self._degraded[rank] = text
+        elif noted == known:
+            self._degraded.reword(rank, text)
         return bit(rank) if known is None else 0
 
     def _forget(self, rank: int) -> None:
