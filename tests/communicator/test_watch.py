@@ -112,6 +112,27 @@ def test_a_stopped_member_is_named_until_it_is_heard(caplog: pytest.LogCaptureFi
     run(main())
 
 
+def test_silence_of_one_that_is_not_well_anyway_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its other reason stays as long as it holds; then silence is the reason."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            known = cluster.comms[0]._session.driver.degraded
+            known[2] = "for another reason"
+            watch(cluster, 2.0)
+            cluster.stop(2)
+            await asyncio.sleep(60.0)
+            assert degraded(cluster, 0) == {2: "for another reason"}
+            del known[2]
+            await asyncio.sleep(2.0)
+            assert degraded(cluster, 0)[2].startswith("silent for")
+            assert len([r for r in caplog.records if "rank 2." in r.getMessage()]) == 2  # one of each rank
+            cluster.resume(2)
+            await until(lambda: degraded(cluster, 0) == {}, 10.0)
+
+    run(main())
+
+
 def test_one_that_does_not_watch_is_pinged_and_not_named() -> None:
     """Only rank 0 watches: the others answer, every second time, and are never silent for long."""
     fabric = Counting()
