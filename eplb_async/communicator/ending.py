@@ -39,10 +39,15 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        attempt, traffic = self.attempt, Traffic()
+        attempt, traffic, polls = self.attempt, Traffic(), 0
+        seconds = {"total": self._loop.time() - self._began}
         if attempt is not None:
             attempt.told = True
             traffic = traffic if attempt.run is None else attempt.run.traffic
+            seconds, polls = attempt.seconds(), attempt.polls
+            if error is None:
+                report = attempt.result.result()
+                seconds, polls = dict(report.seconds), report.polls
         self._emit(
             "migration_ended",
             outcome=_outcome(error),
@@ -50,14 +55,14 @@ class Ending:
             term=self._driver.protocol.term,
             layers_committed=self._committed(error),
             num_layers=self._num_layers,
-            seconds={"total": self._loop.time() - self._began} if attempt is None else attempt.seconds(),
+            seconds=seconds,
             bytes_read=traffic.bytes_read,
             bytes_copied=traffic.bytes_copied,
             bytes_by_peer={rank: int(nbytes) for rank, (nbytes, _, _) in traffic.by_peer.items()},
             reads=traffic.reads,
             retries=traffic.retries,
             loads=traffic.loads,
-            polls=0 if attempt is None else attempt.polls,
+            polls=polls,
             error="" if error is None else describe(error),
         )
 

@@ -50,9 +50,8 @@ def complaints(health: Health, service: Any = None) -> list[Complaint]:
             do = "say which ranks are dead with exclude(rank), on every rank that lives; else wait until they answer"
             found.append(Complaint(me, f"it cannot be known how the migration ends{because}", do))
         case phase if health.seconds_left is not None and health.seconds_left < 0:
-            ranks = list(health.behind or health.waiting_for)
-            what = f"{phase} for {health.seconds_in_phase:.1f} s, past its deadline, waiting for ranks {ranks}"
-            found.append(Complaint(me, what, "look at these ranks: stopped, stuck in a step, or dead (exclude them)"))
+            what = f"{phase} for {health.seconds_in_phase:.1f} s, past its deadline, waiting for {_awaited(health)}"
+            found.append(Complaint(me, what, "look at them: stopped, stuck in a step or in using(), or dead"))
     if health.half_written:
         what = f"what the rows of layers {list(health.half_written)} hold is not known: their update failed"
         found.append(Complaint(me, what, "write these layers again inside updating_weights()"))
@@ -62,6 +61,12 @@ def complaints(health: Health, service: Any = None) -> list[Complaint]:
         what = f"{service.failures} rebalances failed in a row, the last because: {service.last_error}"
         found.append(Complaint(me, what, f"mend that; it is tried again in {service.seconds_left:.0f} s"))
     return found
+
+
+def _awaited(health: Health) -> str:
+    if health.in_use:
+        return f"users of layers {sorted(health.in_use)} on this rank"
+    return f"ranks {list(health.behind or health.waiting_for)}"
 
 
 def _mend(rank: int, why: str) -> str:

@@ -57,7 +57,7 @@ class Emitter:
             if self.errors == 1:
                 _log.exception(
                     "rank %d: the telemetry hook raised at event %r, which is lost to it; further failures are only "
-                    "counted (health().telemetry_errors)",
+                    "counted. Next: mend the hook, or open without one",
                     self._rank,
                     name,
                 )

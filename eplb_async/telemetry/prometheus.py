@@ -69,8 +69,9 @@ class PrometheusHook:
             if self._metrics.ticks(who):
                 return
             lag_interval = 0.1
-        lag = self._metrics.lag.labels(*who)
-        self._metrics.start_ticker(who, LagTicker(lag_interval, lag.observe) if lag_interval > 0 else None)
+        lag = self._metrics.lag  # of a rank whose loop is never looked at there is no series
+        ticker = LagTicker(lag_interval, lambda late: lag.labels(*who).observe(late)) if lag_interval > 0 else None
+        self._metrics.start_ticker(who, ticker)
 
     def unwatch(self, target: Any) -> None:
         """Show it no more; what was counted stays."""

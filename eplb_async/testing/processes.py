@@ -43,6 +43,7 @@ class Spec:
         timeout: Seconds for ``open``.
         method: ``"forkserver"`` starts in a tenth of the time, since torch is imported once; ``"spawn"`` runs a
             whole interpreter, its exit included.
+        telemetry: Module whose ``hook(rank)`` gives each rank's telemetry hook; empty: none.
         logs: Directory for what each rank prints, ``rank<n>.log``; empty: with what the parent prints.
     """
 
@@ -54,6 +55,7 @@ class Spec:
     settings: dict[str, Any] = field(default_factory=dict)
     timeout: float = 60.0
     method: str = "forkserver"
+    telemetry: str = ""
     logs: str = ""
 
 
@@ -235,6 +237,7 @@ class _Rank:
             rendezvous=self.spec.rendezvous,
             settings=Settings(**self.spec.settings),
             timeout=self.spec.timeout,
+            telemetry=importlib.import_module(self.spec.telemetry).hook(self.rank) if self.spec.telemetry else None,
         )
 
     async def reopen(self) -> None:

@@ -264,6 +264,7 @@ def test_it_lives_alone_and_refuses_websockets() -> None:
             "",
         ),
         ({"phase": "activating", "seconds_left": -1.0, "behind": (3,)}, "waiting for ranks [3]", "stuck in a step"),
+        ({"phase": "settling", "seconds_left": -1.0, "in_use": {2: 1}}, "users of layers [2]", "using()"),
         ({"half_written": (4, 5)}, "layers [4, 5]", "updating_weights()"),
         ({"degraded": {1: "excluded by the caller"}}, "excluded by the caller", "reconnect(1)"),
         ({"degraded": {1: "a READ from it failed: x"}}, "a READ from it failed", "exclude(1)"),
