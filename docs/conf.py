@@ -48,7 +48,7 @@ autodoc_type_aliases = {
     "Command": "eplb_async.core.events.Command",
     "Hook": "eplb_async.telemetry.event.Hook",
     "LoadExpert": "eplb_async.communicator.loading.LoadExpert",
-    "Policy": "eplb_async.service.service.Policy",
+    "Policy": "eplb_async.service.decision.Policy",
     "WeightsLike": "eplb_async.weights.tensors.WeightsLike",
 }
 napoleon_numpy_docstring = False
