@@ -48,24 +48,23 @@ autodoc_type_aliases = {
     "Command": "eplb_async.core.events.Command",
     "Hook": "eplb_async.telemetry.event.Hook",
     "LoadExpert": "eplb_async.communicator.loading.LoadExpert",
-    "Policy": "eplb_async.service.service.Policy",
+    "Policy": "eplb_async.service.decision.Policy",
     "WeightsLike": "eplb_async.weights.tensors.WeightsLike",
 }
 napoleon_numpy_docstring = False
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-_OTHERS = "|".join(sorted({*sys.stdlib_module_names, "msgspec", "numpy", "np", "torch"}))
+_OTHERS = "|".join(sorted({*sys.stdlib_module_names, "msgspec", "numpy", "np", "prometheus_client", "torch"}))
 nitpick_ignore_regex = [
     ("py:.*", rf"({_OTHERS})\..*"),  # other packages, which nothing here links to
     ("py:.*", r"eplb_async\..*\.[A-Z]"),  # type variables
     ("py:class", "Store"),  # torch's, imported only for type checkers
 ]
 
-_MADE_BY_USERS = {"Limits", "ServiceSettings", "Settings", "Spec"}  # records; they are given all others
-_GIVEN_TO_USERS = set(
-    ["Mail", "MemoryNative", "Opening", "Peer", "Region", "Rows", "Steps", "Use"]
-)  # classes; they make all others
+# Users make these records, and are given all others; they are given these classes, and make all others.
+_MADE_BY_USERS = {"Limits", "ServiceSettings", "Settings", "Spec"}
+_GIVEN_TO_USERS = {"Forward", "Mail", "MemoryNative", "Opening", "Peer", "Region", "Rows", "Steps", "Use"}
 
 
 def _front_page(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -116,7 +115,7 @@ def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines:
 
 
 def _find(app: Sphinx, env: BuildEnvironment, node: Element, text: Element) -> Element | None:
-    """A name without its module is the only one of that name, at least outside of ``core``. Aliases of types are data."""
+    """A name without its module is the only one of that name, at least outside of ``core``. Aliases are data."""
     objects, name = env.domains.python_domain.objects, node.get("reftarget", "")
     found = {(at.docname, at.node_id): full for full, at in objects.items() if f".{full}".endswith(f".{name}")}
     if len(found) > 1:

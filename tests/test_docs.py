@@ -86,6 +86,12 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     assert sorted(entries) == sorted(eplb_async.__all__)
 
 
+def test_ci_builds_the_pages() -> None:
+    """With references that lead nowhere as errors, from this configuration."""
+    assert (DOCS / "conf.py").is_file()
+    assert "python -m sphinx -n -W --keep-going -q -b html docs " in text_of(ROOT / ".ci" / "run")
+
+
 def test_every_page_of_the_api_reference_is_found() -> None:
     """Each is in the list of their index."""
     listed = re.findall(r"^   (\w+)$", text_of(DOCS / "api" / "index.rst"), re.MULTILINE)

@@ -22,10 +22,6 @@ class Degraded(dict[int, str]):
         if news and self._emit is not None:
             self._emit("peer_degraded", peer=rank, reason=reason)
 
-    def reword(self, rank: int, reason: str) -> None:
-        """The same trouble as before, in newer words: nobody is told."""
-        super().__setitem__(rank, reason)
-
     def __delitem__(self, rank: int) -> None:
         super().__delitem__(rank)
         if self._emit is not None:

@@ -174,7 +174,7 @@ class EplbService:
             ActivationTimeout: On entering, as ``comm.step()`` does, and likewise the next two.
             CommunicatorClosed: On entering: the communicator is closed, or was fenced.
             ValueError: The number is not above the last one.
-            RuntimeError: A step is running, or layers are applied at once: there `comm.using(layer)` is the way.
+            RuntimeError: A step is running, or layers are applied at once: there ``comm.using(layer)`` is the way.
         """
         if not self._lockstep:
             raise RuntimeError(
