@@ -9,9 +9,9 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from eplb_async.arguments import count
+from examples.moe_server.job import Job
 from examples.moe_server.launch import run
 from examples.moe_server.model import ModelConfig
-from examples.moe_server.rank import Job
 from examples.moe_server.ranks import MAX_BATCH
 
 

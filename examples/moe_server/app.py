@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eplb_async import EplbError
 from examples.moe_server.batching import Batcher, Overloaded, Unavailable
@@ -42,8 +42,7 @@ def make_app(
     *,
     rebalance: Callable[[bool], Awaitable[Any]],
     state: Callable[[], dict[str, Any]],
-    degraded: Callable[[], dict[int, str]],
-    metrics: ASGIApp | None,
+    rank: ASGIApp | None,
 ) -> Starlette:
     """The application.
 
@@ -52,8 +51,7 @@ def make_app(
         batcher: Takes the requests.
         rebalance: Rebalances now, whether it is worth it or not if true; returns a report.
         state: What ``GET /eplb`` says.
-        degraded: Ranks that are not well, and why.
-        metrics: What answers all other paths.
+        rank: The library's own application; answers for health, and all paths that are not named here.
     """
 
     async def generate(request: Request) -> JSONResponse:
@@ -76,13 +74,15 @@ def make_app(
             future.cancel()
             gone.cancel()
 
-    async def health(_: Request) -> JSONResponse:
-        ranks = degraded()
-        if engine.lost is not None:
-            ranks = {engine.lost: engine.failed} | ranks
-        if not ranks:
-            return JSONResponse({"status": "ok", "steps": engine.steps})
-        return JSONResponse({"status": "degraded", "ranks": {str(rank): why for rank, why in ranks.items()}}, 503)
+    class Health:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            answer: ASGIApp
+            if engine.lost is not None:
+                problem = {"rank": engine.lost, "what": engine.failed, "do": "restart the job"}
+                answer = JSONResponse({"status": "unwell", "problems": [problem]}, 503)
+            else:
+                answer = rank or JSONResponse({"status": "ok"})
+            await answer(scope, receive, send)
 
     async def eplb(_: Request) -> JSONResponse:
         found = {"steps": engine.steps, "rank_tokens": engine.rank_tokens.tolist(), "queue": batcher.depth}
@@ -100,11 +100,11 @@ def make_app(
 
     routes: list[Any] = [
         Route("/generate", generate, methods=["POST"]),
-        Route("/health", health),
+        Route("/health", Health(), methods=["GET", "HEAD"]),
         Route("/eplb", eplb),
         Route("/eplb/rebalance", eplb_rebalance, methods=["POST"]),
     ]
-    return Starlette(routes=routes if metrics is None else [*routes, Mount("/", metrics)])
+    return Starlette(routes=routes if rank is None else [*routes, Mount("/", rank)])
 
 
 def checked(body: Any) -> tuple[list[int], int]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from examples.moe_server.rank import Job, main
+from examples.moe_server.job import Job
+from examples.moe_server.rank import main
 from examples.moe_server.ranks import Ranks
 
 _START_SECONDS = 120.0
@@ -34,6 +35,7 @@ def run(job: Job) -> int:
             return 1
         if port is None:
             return 0
+        print(f"rank processes: {[process.pid for process in processes]}", file=sys.stderr, flush=True)
         print(f"serving on http://127.0.0.1:{port}", flush=True)
         dead = _wait(processes, asked)
         for pipe in pipes:
@@ -79,6 +81,7 @@ def _wait(processes: list[Any], asked: int) -> bool:
         for sentinel in ready:
             if sentinel in alive:
                 rank, dead = alive.pop(sentinel), True
+                processes[rank].join(5)
                 code = processes[rank].exitcode
                 print(f"moe_server: rank {rank} has ended with status {code}; {_ADVICE}", file=sys.stderr, flush=True)
         if asked in ready or 0 not in alive.values():

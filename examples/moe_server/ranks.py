@@ -19,6 +19,7 @@ import torch
 
 MAX_BATCH = 64
 _HEADER = struct.Struct("<iQQI")  # kind or layer, term, step, rows
+_MOST_QUEUED = 64
 _MAX_BYTES = 1 << 17  # of one message: below what a socket takes at once, so a send never waits for a receive
 
 
@@ -149,7 +150,7 @@ class Ranks:
         except TimeoutError:
             raise ExchangeFailed(peer, f"took nothing for {self._timeout:g} s in step {step}") from None
         except OSError as error:
-            raise ExchangeFailed(peer, f"is gone ({error.strerror or error}), after step {step}") from None
+            raise self._blame(peer, f"is gone ({error.strerror or error})") from None
 
     def _receive(self, peer: int) -> tuple[int, int, int, int, memoryview]:
         try:
@@ -157,10 +158,32 @@ class Ranks:
         except TimeoutError:
             raise
         except OSError as error:
-            raise ExchangeFailed(peer, f"is gone ({error.strerror or error})") from None
+            raise self._blame(peer, f"is gone ({error.strerror or error})") from None
         if not size:
-            raise ExchangeFailed(peer, "is gone (its connection has ended)")
+            raise self._blame(peer, "is gone (its connection has ended)")
         kind, term, step, rows = _HEADER.unpack_from(self._room)
         if kind == Kind.FAILED:
-            raise ExchangeFailed(step, "failed" if step == peer else f"is lost, says rank {peer}")
+            raise _named(step, by=peer)
         return kind, term, step, rows, memoryview(self._room)[_HEADER.size : size]
+
+    def _blame(self, peer: int, why: str) -> ExchangeFailed:
+        """The rank that another has named before it ended its sockets, too; else the one whose socket has ended."""
+        for other, one in self._sockets.items():
+            one.setblocking(False)  # nothing is exchanged any more
+            for _ in range(_MOST_QUEUED):
+                try:
+                    size = one.recv_into(self._room)
+                except ConnectionResetError:
+                    continue  # said once; what was sent before is still there
+                except OSError:
+                    break
+                if not size:
+                    break
+                kind, _, lost, _ = _HEADER.unpack_from(self._room)
+                if kind == Kind.FAILED:
+                    return _named(lost, by=other)
+        return ExchangeFailed(peer, why)
+
+
+def _named(lost: int, *, by: int) -> ExchangeFailed:
+    return ExchangeFailed(lost, "failed" if lost == by else f"is lost, says rank {by}")

@@ -21,7 +21,7 @@ from eplb_async import Placement
 from eplb_async.bench.contenders.vllm_way import VllmWay
 from eplb_async.bench.work import Fetch
 from eplb_async.core.plan import plan
-from eplb_async.policy import rank_loads, rebalance_experts
+from eplb_async.policy import rebalance_experts
 from eplb_async.service import RebalanceReport
 from examples.moe_server.model import Model
 from examples.moe_server.ranks import Ranks
@@ -107,23 +107,13 @@ class StopTheWorld(VllmWay):
         self.placement = found.placement
         self._loads[:] = 0
         report = RebalanceReport(
-            outcome="moved" if found.worth_it else "not_worth_it",
-            balancedness_before=_balancedness(loads, old),
-            balancedness_after=_balancedness(loads, found.placement),
-            num_moves=sum(
-                move.is_read
-                for layer in range(old.num_layers)
-                for rank in range(old.ep_size)
-                for move in moves.moves(layer, rank)
-            ),
+            outcome="moved" if found.worth_it else "not_worth_it" if loads.any() else "no_load",
+            balancedness_before=None if found.balancedness_before is None else float(found.balancedness_before.mean()),
+            balancedness_after=float(found.balancedness.mean()),
+            num_moves=found.moves if found.worth_it else 0,
             seconds=time.perf_counter() - started,
         )
         while self._waiting:
             loop, future = self._waiting.pop()
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(lambda future=future: future.done() or future.set_result(report))
-
-
-def _balancedness(loads: np.ndarray, placement: Placement) -> float:
-    by_rank = rank_loads(loads, placement)
-    return float((by_rank.mean(axis=1) / np.maximum(by_rank.max(axis=1), 1e-9)).mean())
