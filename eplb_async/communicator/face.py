@@ -543,7 +543,7 @@ class AsyncEplbCommunicator:
         return self._mail
 
     def watch(self, seconds: float) -> None:
-        """Ping every member at this interval also while nothing is waited for; 0 ends that, and is the default.
+        """Send to every member at this interval also while nothing is waited for; 0 ends that, and is the default.
 
         So a process that has died is proven gone within one or two intervals, and the view changes without it, also
         while no migration runs. A member that is silent for two intervals and two of ``settings.idle_tick`` more is
@@ -551,7 +551,7 @@ class AsyncEplbCommunicator:
         not answered 64 pings gets one in 64, so its death is noticed that much later.
 
         Args:
-            seconds: Between two pings of one member: 0, or 0.05 to 3600.
+            seconds: Between two messages to one member: 0, or 0.05 to 3600.
 
         Raises:
             ValueError: It is none of these.

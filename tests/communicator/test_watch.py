@@ -258,12 +258,16 @@ def test_a_watch_that_makes_no_sense_is_refused_and_one_ends_with_the_communicat
 
 def test_greetings_do_not_depend_on_how_often_a_waiting_rank_pings() -> None:
     """``ping_interval`` spares answers to those who ask often; a greeting is none."""
+    fabric = Counting()
 
     async def main() -> None:
         settings = Settings(secret=SECRET, ping_interval=3600.0)
-        async with LocalCluster(OLD, settings=settings) as cluster:
+        async with LocalCluster(OLD, settings=settings, fabric=fabric) as cluster:
             watch(cluster, 1.0)
-            await asyncio.sleep(100.0)
+            await asyncio.sleep(10.0)
+            fabric.sent.clear()
+            await asyncio.sleep(20.0)
+            assert {kind for _, kind in fabric.sent} == {"Pong"}
             assert not any(degraded(cluster, rank) for rank in range(3))
             cluster.kill(2)
             await until(lambda: 2 in degraded(cluster, 0), 2.0)
