@@ -277,7 +277,7 @@ class Runner:
             self.do(self.rounds.moved(number, self.loop.time()))
 
     def _off(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return self.loop.run_in_executor(self._workers, work)
+        return self.loop.run_in_executor(self._workers, _tamed, work)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], number: int, name: str) -> asyncio.Task[None]:
         task = self.loop.create_task(coroutine, name=name)
@@ -307,3 +307,11 @@ class Runner:
         self._timer = None
         self.look()
         self.do(self.rounds.tick(self.loop.time()))
+
+
+def _tamed(work: Callable[[], T]) -> T:
+    """Run work of the caller's; what no future can carry, and what would end the loop, is raised as another error."""
+    try:
+        return work()
+    except (StopIteration, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError) as error:
+        raise RuntimeError(f"it raised {describe(error)}") from error

@@ -88,6 +88,7 @@ class EplbService:
         self._counter: AttachedCounter | None = None
         self._uncount: Callable[[], None] = lambda: None
         self._collected = 0
+        self._collecting = threading.Lock()
         self._gates = Gates(self.settings)
         self._forward = Forward(comm, self._wake)
         self._alarm = NEVER  # of the steps recorded
@@ -188,6 +189,16 @@ class EplbService:
         """The engine stops stepping for now, on every rank after the same step: ``comm.idle(number)``."""
         self.comm.idle(number)
 
+    def stepped(self, steps: int = 1) -> None:
+        """Say that steps were run, where neither :meth:`record` nor :meth:`forward` does; from one thread at a time.
+
+        For engines that count in an attached counter, and whose layers are applied at once.
+
+        Args:
+            steps: How many.
+        """
+        self._forward.stepped(steps)
+
     def pause(self) -> None:
         """Take part in no round until :meth:`resume`, so that rounds end ``paused``; one that moves already goes on.
 
@@ -238,8 +249,8 @@ class EplbService:
     def attach(self, counter: Any, *, by: str | None = None) -> None:
         """Read loads from a tensor that the engine's kernels add to, instead of :meth:`record`; replaces the last one.
 
-        It is copied out beside the engine, a few times within ``window_steps`` steps of :meth:`forward`, and before
-        each round. See `AttachedCounter` for what it may be.
+        It is copied out beside the engine, eight times within ``window_steps`` steps, and before each round; steps are
+        those of :meth:`forward`, or what :meth:`stepped` says. See `AttachedCounter` for what it may be.
 
         Args:
             counter: int32 or int64, torch or numpy, that only grows: as ``counts`` of :meth:`record`.
@@ -381,9 +392,11 @@ class EplbService:
         return max(self._window.recorded, self._forward.count)
 
     def _collect(self) -> None:
-        if self._counter is not None:
-            steps, self._collected = self._forward.count - self._collected, self._forward.count
-            self._window.add(self._counter.collect(timeout=self.settings.round_timeout), steps)
+        with self._collecting:
+            if self._counter is not None:
+                loads = self._counter.collect(timeout=self.settings.round_timeout)
+                steps, self._collected = self._forward.count - self._collected, self._forward.count
+                self._window.add(loads, steps)
 
     def _wake(self) -> None:
         self._runner.post(self._review)
