@@ -163,16 +163,16 @@ class Runner:
         """End what runs, tell the others, and wait until this rank's migration has let go."""
         self.do(self.rounds.close(reason, self.loop.time()))
         self.forget()
+        self._set_timer()
         moving, self._moving = self._moving, None
         if moving is not None and moving is not asyncio.current_task():
             await asyncio.wait([moving])
 
     def forget(self) -> None:
-        """Hear nothing any more."""
+        """Hear nothing any more; from any thread."""
         for remove in self._removers:
             remove()
         self._removers.clear()
-        self._set_timer()
 
     # --------------------------------------------------------------------------------------------- within
     def _hear(self, sender: int, payload: bytes) -> None:

@@ -89,6 +89,7 @@ class EplbService:
         self._uncount: Callable[[], None] = lambda: None
         self._collected = 0
         self._collecting = threading.Lock()
+        self._aside: asyncio.Future[None] | None = None
         self._gates = Gates(self.settings)
         self._forward = Forward(comm, self._wake)
         self._alarm = NEVER  # of the steps recorded
@@ -412,8 +413,9 @@ class EplbService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._counter is not None and self._forward.count - self._collected >= self._pace():
-            self._runner.loop.run_in_executor(self._workers, self._collect_aside)
+        behind = self._forward.count - self._collected
+        if self._counter is not None and behind >= self._pace() and (self._aside is None or self._aside.done()):
+            self._aside = self._runner.loop.run_in_executor(self._workers, self._collect_aside)
         left = self._gates.steps_left(self._count(), leads=rounds.coordinator == self._rank)
         if left == 0 and rounds.stage == "idle" and not rounds.paused:
             wait = max(self._gates.wait(now), rounds.open_before(now))
@@ -430,7 +432,7 @@ class EplbService:
         at = self._count() + left if left and not self._closed else NEVER
         self._alarm = self._forward.alarm = at
         if self._counter is not None and not self._closed:
-            self._forward.alarm = min(at, self._collected + self._pace())
+            self._forward.alarm = min(at, max(self._forward.count + 1, self._collected + self._pace()))
 
     def _pace(self) -> int:
         """Steps between two copies of the counter."""
