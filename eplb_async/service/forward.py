@@ -63,6 +63,12 @@ class Forward:
     async def __aexit__(self, *exc: object) -> None:
         self.step.__exit__(*exc)
 
+    def stepped(self, steps: int) -> None:
+        """Steps were run without this."""
+        self.count += steps
+        if self.count >= self.alarm:
+            self._ring()
+
     def _ring(self) -> None:
         self.alarm = NEVER
         self._wake()

@@ -129,7 +129,7 @@ class Rounds:
         """Ranks whose answer is waited for."""
         current = self._round
         if current is not None and current.stage in ("asking", "asked"):
-            return tuple(sorted(current.waiting))
+            return tuple(sorted(current.waiting.copy()))  # any thread may look
         if current is None and self._want_deadline is not None and self.coordinator is not None:
             return (self.coordinator,)
         return ()

@@ -163,16 +163,16 @@ class Runner:
         """End what runs, tell the others, and wait until this rank's migration has let go."""
         self.do(self.rounds.close(reason, self.loop.time()))
         self.forget()
+        self._set_timer()
         moving, self._moving = self._moving, None
         if moving is not None and moving is not asyncio.current_task():
             await asyncio.wait([moving])
 
     def forget(self) -> None:
-        """Hear nothing any more."""
+        """Hear nothing any more; from any thread."""
         for remove in self._removers:
             remove()
         self._removers.clear()
-        self._set_timer()
 
     # --------------------------------------------------------------------------------------------- within
     def _hear(self, sender: int, payload: bytes) -> None:
@@ -277,7 +277,7 @@ class Runner:
             self.do(self.rounds.moved(number, self.loop.time()))
 
     def _off(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return self.loop.run_in_executor(self._workers, work)
+        return self.loop.run_in_executor(self._workers, _tamed, work)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], number: int, name: str) -> asyncio.Task[None]:
         task = self.loop.create_task(coroutine, name=name)
@@ -307,3 +307,11 @@ class Runner:
         self._timer = None
         self.look()
         self.do(self.rounds.tick(self.loop.time()))
+
+
+def _tamed(work: Callable[[], T]) -> T:
+    """Run work of the caller's; what no future can carry, and what would end the loop, is raised as another error."""
+    try:
+        return work()
+    except (StopIteration, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError) as error:
+        raise RuntimeError(f"it raised {describe(error)}") from error

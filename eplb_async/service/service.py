@@ -88,6 +88,8 @@ class EplbService:
         self._counter: AttachedCounter | None = None
         self._uncount: Callable[[], None] = lambda: None
         self._collected = 0
+        self._collecting = threading.Lock()
+        self._aside: asyncio.Future[None] | None = None
         self._gates = Gates(self.settings)
         self._forward = Forward(comm, self._wake)
         self._alarm = NEVER  # of the steps recorded
@@ -188,6 +190,16 @@ class EplbService:
         """The engine stops stepping for now, on every rank after the same step: ``comm.idle(number)``."""
         self.comm.idle(number)
 
+    def stepped(self, steps: int = 1) -> None:
+        """Say that steps were run, where neither :meth:`record` nor :meth:`forward` does; from one thread at a time.
+
+        For engines that count in an attached counter, and whose layers are applied at once.
+
+        Args:
+            steps: How many.
+        """
+        self._forward.stepped(steps)
+
     def pause(self) -> None:
         """Take part in no round until :meth:`resume`, so that rounds end ``paused``; one that moves already goes on.
 
@@ -238,8 +250,8 @@ class EplbService:
     def attach(self, counter: Any, *, by: str | None = None) -> None:
         """Read loads from a tensor that the engine's kernels add to, instead of :meth:`record`; replaces the last one.
 
-        It is copied out beside the engine, a few times within ``window_steps`` steps of :meth:`forward`, and before
-        each round. See `AttachedCounter` for what it may be.
+        It is copied out beside the engine, eight times within ``window_steps`` steps, and before each round; steps are
+        those of :meth:`forward`, or what :meth:`stepped` says. See `AttachedCounter` for what it may be.
 
         Args:
             counter: int32 or int64, torch or numpy, that only grows: as ``counts`` of :meth:`record`.
@@ -381,9 +393,11 @@ class EplbService:
         return max(self._window.recorded, self._forward.count)
 
     def _collect(self) -> None:
-        if self._counter is not None:
-            steps, self._collected = self._forward.count - self._collected, self._forward.count
-            self._window.add(self._counter.collect(timeout=self.settings.round_timeout), steps)
+        with self._collecting:
+            if self._counter is not None:
+                loads = self._counter.collect(timeout=self.settings.round_timeout)
+                steps, self._collected = self._forward.count - self._collected, self._forward.count
+                self._window.add(loads, steps)
 
     def _wake(self) -> None:
         self._runner.post(self._review)
@@ -399,8 +413,9 @@ class EplbService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._counter is not None and self._forward.count - self._collected >= self._pace():
-            self._runner.loop.run_in_executor(self._workers, self._collect_aside)
+        behind = self._forward.count - self._collected
+        if self._counter is not None and behind >= self._pace() and (self._aside is None or self._aside.done()):
+            self._aside = self._runner.loop.run_in_executor(self._workers, self._collect_aside)
         left = self._gates.steps_left(self._count(), leads=rounds.coordinator == self._rank)
         if left == 0 and rounds.stage == "idle" and not rounds.paused:
             wait = max(self._gates.wait(now), rounds.open_before(now))
@@ -417,7 +432,7 @@ class EplbService:
         at = self._count() + left if left and not self._closed else NEVER
         self._alarm = self._forward.alarm = at
         if self._counter is not None and not self._closed:
-            self._forward.alarm = min(at, self._collected + self._pace())
+            self._forward.alarm = min(at, max(self._forward.count + 1, self._collected + self._pace()))
 
     def _pace(self) -> int:
         """Steps between two copies of the counter."""

@@ -107,6 +107,27 @@ async def test_a_policy_that_hangs_fails_rounds_and_does_not_hold_up_the_end() -
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+async def test_nothing_that_a_policy_raises_ends_more_than_the_round(error: type[BaseException]) -> None:
+    """Not even what no future can carry, or what would end the loop."""
+    errors = [error]
+
+    def policy(loads: Any, placement: Placement) -> Placement:
+        if errors:
+            raise errors.pop()
+        return placement
+
+    async with local() as cluster:
+        services = await opened(cluster, policy=policy)
+        services[0].record(skewed(PLACEMENT), by="experts")
+        with pytest.raises(RebalanceFailed, match=f"the policy failed.*{error.__name__}"):
+            await services[1].rebalance()
+        assert (await services[1].rebalance()).outcome == "not_worth_it"
+        for service in services:
+            await service.aclose()
+
+
+@pytest.mark.asyncio
 async def test_another_loop_or_thread_is_refused() -> None:
     async with local() as cluster:
         services = await opened(cluster)
