@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from eplb_async.communicator import MigrationReport
+from eplb_async.communicator import MigrationReport, session
 from eplb_async.communicator.using import Users
 from eplb_async.core.messages import Ping
 from eplb_async.core.placement import Placement
@@ -324,6 +324,19 @@ def test_a_fenced_rank_applies_what_was_committed_and_lets_nobody_in() -> None:
             await migrating
             await eventually(lambda: comm.placement == THREE_NEW)
             assert c.wrong_bytes([2]) == 0
+
+    run(main())
+
+
+def test_on_cuda_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that were queued inside would run when the ``with`` is over."""
+    monkeypatch.setattr(session, "_on_cuda", lambda weights: True)
+
+    async def main() -> None:
+        async with LocalCluster(OLD, settings=settings()) as c:
+            with pytest.raises(RuntimeError, match=r"CUDA.*comm\.step\(\)"):
+                c.comms[0].using(0)
+            all_report(await c.migrate(NEW))
 
     run(main())
 
