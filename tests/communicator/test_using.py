@@ -74,7 +74,9 @@ def test_an_apply_waits_for_those_inside_and_those_who_come_wait_for_it() -> Non
                 assert not migrating.done()
                 assert rows.wrong_bytes(comm.placement) == 0
                 assert comm.placement.local(0)[1].tolist() == placement.local(0)[1].tolist()
+            left = asyncio.get_running_loop().time()
             entered = await coming
+            assert asyncio.get_running_loop().time() - left < 0.5, "it was woken, not timed out (virtual seconds)"
             assert entered.local(0)[1].tolist() == NEW.local(0)[1].tolist()
             await comm.using(1).__aexit__()
             all_report(await migrating)
@@ -323,6 +325,10 @@ def test_a_fenced_rank_applies_what_was_committed_and_lets_nobody_in() -> None:
                 assert comm.placement == THREE.with_layers(THREE_NEW, 2)
             await migrating
             await eventually(lambda: comm.placement == THREE_NEW)
+            await eventually(lambda: not comm.health().in_use and comm._session.driver.attempt is None)
+            with pytest.raises(CommunicatorClosed, match="fenced"):
+                async with comm.using(2):
+                    pass
             assert c.wrong_bytes([2]) == 0
 
     run(main())
