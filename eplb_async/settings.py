@@ -85,7 +85,8 @@ class Settings:
         activation: ``"immediate"`` applies a layer as soon as it is committed; ``"step"`` between two steps of the
             engine, the same two on every rank, for engines that run in lock-step and say so with ``comm.step()``.
         step_margin: How many whole steps a rank that has voted for a layer begins before it waits for the decision.
-        activation_timeout: How long a step waits for a decision before the migration is given up, and then for the end.
+        activation_timeout: How long a step waits for a decision before the migration is given up, and then for the end;
+            and how long one who would use a layer waits for its apply.
     """
 
     secret: bytes | None = field(default=None, repr=False)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from eplb_async.communicator import MigrationReport
+from eplb_async.communicator import MigrationReport, session
 from eplb_async.communicator.using import Users
 from eplb_async.core.messages import Ping
 from eplb_async.core.placement import Placement
@@ -74,7 +74,9 @@ def test_an_apply_waits_for_those_inside_and_those_who_come_wait_for_it() -> Non
                 assert not migrating.done()
                 assert rows.wrong_bytes(comm.placement) == 0
                 assert comm.placement.local(0)[1].tolist() == placement.local(0)[1].tolist()
+            left = asyncio.get_running_loop().time()
             entered = await coming
+            assert asyncio.get_running_loop().time() - left < 0.5, "it was woken, not timed out (virtual seconds)"
             assert entered.local(0)[1].tolist() == NEW.local(0)[1].tolist()
             await comm.using(1).__aexit__()
             all_report(await migrating)
@@ -323,7 +325,24 @@ def test_a_fenced_rank_applies_what_was_committed_and_lets_nobody_in() -> None:
                 assert comm.placement == THREE.with_layers(THREE_NEW, 2)
             await migrating
             await eventually(lambda: comm.placement == THREE_NEW)
+            await eventually(lambda: not comm.health().in_use and comm._session.driver.attempt is None)
+            with pytest.raises(CommunicatorClosed, match="fenced"):
+                async with comm.using(2):
+                    pass
             assert c.wrong_bytes([2]) == 0
+
+    run(main())
+
+
+def test_on_cuda_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that were queued inside would run when the ``with`` is over."""
+    monkeypatch.setattr(session, "_on_cuda", lambda weights: True)
+
+    async def main() -> None:
+        async with LocalCluster(OLD, settings=settings()) as c:
+            with pytest.raises(RuntimeError, match=r"CUDA.*comm\.step\(\)"):
+                c.comms[0].using(0)
+            all_report(await c.migrate(NEW))
 
     run(main())
 
