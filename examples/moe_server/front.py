@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import uvicorn
-from eplb_async.integrations.asgi import eplb_app
 
+from eplb_async.integrations.asgi import eplb_app
 from eplb_async.service import EplbService
 from examples.moe_server.app import make_app
 from examples.moe_server.batching import Batcher
