@@ -140,8 +140,8 @@ class Ranks:
         """End all exchanges, at once for the others; ``lost`` is the rank that is to blame."""
         for peer, one in self._sockets.items():
             if lost is not None and peer != lost:
-                with contextlib.suppress(ExchangeFailed):
-                    self._send(peer, Kind.FAILED, 0, lost, np.zeros(0, np.uint8))
+                with contextlib.suppress(OSError):  # it has ended, too
+                    one.send(_HEADER.pack(Kind.FAILED, 0, lost, 0))
             one.close()
 
     def _send(self, peer: int, kind: int, term: int, step: int, body: np.ndarray) -> None:
