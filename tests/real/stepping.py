@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +16,38 @@ from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core import events
 
 MAX_STEPS = 1 << 16
-BEGUN, STUCK, STOP = range(3)
+BEGUN, STUCK, STOP, TERM = range(4)
 
 
 class Board:
     """What the engines of all ranks tell each other, and the test tells them; one file, mapped by all.
 
     Attributes:
-        words: ``[3, ranks]``: the last step begun, whether to stay in it, after which step to stop; int64.
+        words: ``[4, ranks]``: the last step begun, whether to stay in it, after which step to stop, the term; int64.
         seen: ``[ranks, steps]``: digest of the placement that each step ran with; 0 where none did. int64.
     """
 
     def __init__(self, path: str, ranks: int) -> None:
-        size = 3 * ranks + ranks * MAX_STEPS
+        size = 4 * ranks + ranks * MAX_STEPS
         file = Path(path)
         if not file.exists():
             file.write_bytes(bytes(8 * size))
         whole: Any = np.memmap(file, dtype=np.int64, mode="r+", shape=(size,))
-        self.words = whole[: 3 * ranks].reshape(3, ranks)
-        self.seen = whole[3 * ranks :].reshape(ranks, MAX_STEPS)
+        self.words = whole[: 4 * ranks].reshape(4, ranks)
+        self.seen = whole[4 * ranks :].reshape(ranks, MAX_STEPS)
 
-    def check(self) -> tuple[int, int]:
-        """Every step that all have ended ran with one placement; returns how many, and how often it changed."""
-        ended = int((self.seen != 0).all(axis=0).sum())
-        table = self.seen[:, 1 : ended + 1]
-        different = np.flatnonzero((table != table[0]).any(axis=0))
+    def check(self, ranks: Iterable[int] = ()) -> tuple[int, int]:
+        """Every step ran with one placement, on all who ended it; returns how many, and how often it changed.
+
+        Args:
+            ranks: Who must have ended a step for it to count; default all.
+        """
+        chosen = list(ranks) or list(range(len(self.seen)))
+        ended = int((self.seen[chosen] != 0).all(axis=0).sum())
+        table, one = self.seen[:, 1 : ended + 1], self.seen[chosen[0], 1 : ended + 1]
+        different = np.flatnonzero(((table != one) & (table != 0)).any(axis=0))
         assert not different.size, f"steps {different[:5] + 1} ran with several placements"
-        return ended, int((table[0, 1:] != table[0, :-1]).sum())
+        return ended, int((one[1:] != one[:-1]).sum())
 
 
 class _Engine(threading.Thread):

@@ -1,89 +1,34 @@
-"""Services of real ranks over real NIXL: they balance engines in lock-step, and outlive a rank."""
+"""Services of real ranks over real NIXL: they balance an engine in lock-step, and outlive a rank."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from eplb_async.core.placement import Placement
-from eplb_async.testing.processes import Failure, RankProcesses
+from eplb_async.testing.processes import Failure
 from tests.real.conftest import Start
-from tests.real.stepping import BEGUN, STOP, Board
-
-MODULE = "tests.service.serving"
-
-
-def everywhere(ranks: RankProcesses, function: str, *args: Any, only: tuple[int, ...] = ()) -> dict[int, Any]:
-    """Have every rank run something with its number as first argument; answers by rank."""
-    chosen = only or tuple(range(ranks.spec.placement.ep_size))
-    for rank in chosen:
-        ranks.send(rank, "run", MODULE, function, rank, *args)
-    answers = {rank: ranks.receive(rank) for rank in chosen}
-    assert not any(isinstance(answer, Failure) for answer in answers.values()), answers
-    return answers
-
-
-def serve(ranks: RankProcesses, gate: str = "", **settings: Any) -> None:
-    for rank in range(ranks.spec.placement.ep_size):
-        ranks.send(rank, "run", "tests.service.test_service_real", "open_service", rank, gate, settings)
-    answers = [ranks.receive(rank) for rank in range(ranks.spec.placement.ep_size)]
-    assert answers == [None] * len(answers), answers
-
-
-async def open_service(comm: Any, rank: int, gate: str, settings: dict[str, Any]) -> None:
-    from tests.service import serving
-
-    await serving.serve(comm, rank, gate, **settings)
-
-
-def until(condition: Any, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.01)
-
-
-def balance_in_lock_step(start: Start, folder: Path, *, transport: str, moved: int, interval: int) -> None:
-    """Engines step, the skew moves on, rounds come by the steps; every step of all ranks has one placement."""
-    placement = Placement.initial(3, 12, ep_size=3, num_redundant=3)
-    settings = {"activation": "step", "step_margin": 2}
-    ranks = start(placement, transport=transport, settings=settings, row_bytes=(100_000, 333), loop="uvloop")
-    serve(ranks, step_interval=interval, window_steps=interval, min_interval=0.0)
-    board = Board(str(folder / "board"), 3)
-    for rank in range(3):
-        ranks.send(rank, "run", MODULE, "step", str(folder / "board"), rank, 3)
-    assert [ranks.receive(rank) for rank in range(3)] == [None] * 3
-    until(lambda: ranks.call(0, "run", MODULE, "health", 0)["rounds"].get("moved", 0) >= moved, 240.0)
-    board.words[STOP] = board.words[BEGUN].max() + 20
-    costs = everywhere(ranks, "stop")
-    everywhere(ranks, "settled")
-    healths = everywhere(ranks, "health")
-    assert ranks.all("check") == [0, 0, 0]
-    assert len({placement.digest() for placement in ranks.all("placement")}) == 1
-    steps, changes = board.check()
-    assert changes >= moved
-    for health in healths.values():
-        assert health["rounds"].get("failed", 0) == 0, health
-        report = health["last_report"]
-        assert report["balancedness_after"] >= report["balancedness_before"]
-    print(
-        f"{transport}: {steps} steps, {changes} changes, rounds {healths[0]['rounds']}; forward, record, steps: {costs}"
-    )
-    everywhere(ranks, "close")
+from tests.service.engine import ROWS
+from tests.service.ranks import MODULE, everywhere, serve, stepping, stopped, until
 
 
 def test_real_services_balance_engines_in_lock_step(start: Start, tmp_path: Path) -> None:
-    balance_in_lock_step(start, tmp_path, transport="auto", moved=1, interval=40)
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_many_rounds_of_real_services_in_lock_step(start: Start, tmp_path: Path, transport: str) -> None:
-    balance_in_lock_step(start, tmp_path, transport=transport, moved=15, interval=100)
+    """A round comes by the steps; every step of all ranks has one placement."""
+    placement = Placement.initial(3, 12, ep_size=3, num_redundant=3)
+    ranks = start(placement, settings={"activation": "step", "step_margin": 2}, row_bytes=ROWS, loop="uvloop")
+    serve(ranks, step_interval=40, window_steps=40, min_interval=0.0)
+    board = stepping(ranks, tmp_path / "board")
+    until(lambda: everywhere(ranks, "health", only=[0])[0]["rounds"].get("moved", 0) >= 1)
+    stopped(ranks, board)
+    assert ranks.all("check") == [0, 0, 0]
+    assert len({placement.digest() for placement in ranks.all("placement")}) == 1
+    assert board.check()[1] >= 1
+    for health in everywhere(ranks, "health").values():
+        assert health["rounds"].get("failed", 0) == 0, health
+        assert health["last_report"]["balancedness_after"] >= health["last_report"]["balancedness_before"]
+    everywhere(ranks, "close")
 
 
 @pytest.mark.faults
@@ -94,7 +39,7 @@ def test_a_rank_killed_in_a_round_is_named_and_emptied(start: Start, tmp_path: P
     placement = Placement(np.tile(np.arange(8), (3, 3)), ep_size=3)  # every rank holds every expert
     gate = tmp_path / "gate"
     ranks = start(placement, transport=transport, row_bytes=(50_000, 333), settings={"idle_tick": 0.1})
-    serve(ranks, str(gate), step_interval=100_000, round_timeout=60.0, backoff=0.5, watch_interval=0.2)
+    serve(ranks, gate=str(gate), step_interval=100_000, round_timeout=60.0, backoff=0.5, watch_interval=0.2)
     everywhere(ranks, "record", 5)
     asks = 1
     ranks.send(asks, "run", MODULE, "rebalance", asks, True)
