@@ -116,7 +116,8 @@ class RankProcesses:
     ) -> None:
         for rank, process in self._processes.items():
             if process.is_alive():
-                self.resume(rank)
+                with contextlib.suppress(ProcessLookupError):  # killed, and its parent has not been told yet
+                    self.resume(rank)
             self._pipes[rank].close()
         for process in self._replaced:
             process.kill()

@@ -39,3 +39,12 @@ def test_a_fork_refuses_and_does_not_harm_its_parent(tmp_path: Path, transport: 
         check=False,
     )
     assert (done.returncode, done.stdout.split("\n")[-2:]) == (0, ["the parent lives", ""]), done.stderr
+
+
+def test_ranks_may_die_while_they_are_being_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was killed is gone before its parent is told so: ending the ranks is no error then."""
+    ranks = start(OLD, open_now=False)
+    ranks.kill(1)
+    ranks.exit_code(1)
+    monkeypatch.setattr(ranks._processes[1], "is_alive", lambda: True)
+    ranks.__exit__(None, None, None)
