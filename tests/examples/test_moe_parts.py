@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,15 +95,6 @@ def end_sockets(ranks: Ranks) -> None:
 def a_placement(seed: int, ranks: int) -> Placement:
     rng = np.random.default_rng(seed)
     return random_placement(rng, num_layers=3, num_logical=8, num_local_experts=8 // ranks + 2, ep_size=ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small products are slower in several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
