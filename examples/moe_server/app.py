@@ -63,8 +63,9 @@ def make_app(
         except (Overloaded, Unavailable) as error:
             return _refused(error)
         gone = asyncio.ensure_future(_gone(request))
+        either: set[asyncio.Future[Any]] = {future, gone}
         try:
-            await asyncio.wait({future, gone}, timeout=_ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=_ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():  # nobody waits for it any more, or it takes too long
                 return JSONResponse({"error": f"no answer within {_ANSWER_SECONDS:g} s"}, 504)
             return JSONResponse({"tokens": future.result()})

@@ -114,8 +114,8 @@ class Client:
 
     async def load(self, rate: float, seconds: float, *, alternate: float = 0.0) -> Outcome:
         """Requests at a fixed rate, all waited for; every ``alternate`` seconds other topics are popular."""
-        outcome, started, tasks = Outcome(), time.monotonic(), set()
-        turns = 0
+        outcome, started, turns = Outcome(), time.monotonic(), 0
+        tasks: set[asyncio.Task[None]] = set()
         for number in range(int(rate * seconds)):
             due = started + number / rate
             await asyncio.sleep(max(0.0, due - time.monotonic()))

@@ -126,7 +126,8 @@ class Routing:
     def physical(self, layer: int, experts: np.ndarray) -> np.ndarray:
         """The slot for each token and expert, ``[n, 2]``."""
         turn = np.arange(len(experts))[:, None] % self._count[layer][experts]
-        return self._slots[layer][experts, turn]
+        slots: np.ndarray = self._slots[layer][experts, turn]
+        return slots
 
 
 class Model:

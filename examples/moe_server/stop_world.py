@@ -116,4 +116,9 @@ class StopTheWorld(VllmWay):
         while self._waiting:
             loop, future = self._waiting.pop()
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda future=future: future.done() or future.set_result(report))
+                loop.call_soon_threadsafe(_settle, future, report)
+
+
+def _settle(future: asyncio.Future[RebalanceReport], report: RebalanceReport) -> None:
+    if not future.done():
+        future.set_result(report)

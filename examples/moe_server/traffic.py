@@ -47,7 +47,7 @@ class Traffic:
         share = {"zipf": np.arange(1, topics + 1) ** -1.5, "uniform": np.ones(topics), "one": np.arange(topics) == 0}
         self._share = share[skew] / share[skew].sum()
         self._order = self._rng.permutation(topics)
-        self._prompts = [
+        self._prompts: list[list[tuple[int, ...]]] = [
             [
                 tuple((self._rng.integers(0, VOCABULARY // topics, prompt_tokens) * topics + topic).tolist())
                 for _ in range(variants)
@@ -59,7 +59,7 @@ class Traffic:
         """The next prompt."""
         topic = self._order[self._rng.choice(len(self._share), p=self._share)]
         prompts = self._prompts[topic]
-        return prompts[self._rng.integers(len(prompts))]
+        return prompts[int(self._rng.integers(len(prompts)))]
 
     def alternate(self) -> None:
         """Other topics are the popular ones from now on."""
