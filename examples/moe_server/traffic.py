@@ -57,7 +57,7 @@ class Traffic:
 
     def next(self) -> tuple[int, ...]:
         """The next prompt."""
-        topic = self._order[self._rng.choice(len(self._share), p=self._share)]
+        topic = int(self._order[self._rng.choice(len(self._share), p=self._share)])
         prompts = self._prompts[topic]
         return prompts[int(self._rng.integers(len(prompts)))]
 
