@@ -16,6 +16,7 @@ _YEAR = 365 * 86_400
 _RANGES: dict[str, tuple[float, float]] = {
     "max_post_bytes": (4096, 1 << 34),
     "max_post_descriptors": (1, 1 << 16),
+    "max_stretch_bytes": (0, 1 << 34),
     "max_bytes_in_flight": (4096, 1 << 40),
     "max_requests_in_flight": (1, 1 << 16),
     "max_peer_requests_in_flight": (1, 1 << 16),
@@ -52,6 +53,8 @@ class Settings:
         max_post_bytes: Largest number of bytes in one post; bounds how long one native call can take. A little more
             than a round number: rows that fill a post take their entries along.
         max_post_descriptors: Largest number of descriptors in one post.
+        max_stretch_bytes: Most bytes that a rank receives in several small layers which go together: they are posted,
+            checked, voted for and applied as one. A quarter of the staging bounds them too. 0: each layer by itself.
         max_bytes_in_flight: Bytes of READs in flight at once, all peers together.
         max_requests_in_flight: READ requests in flight at once, all peers together.
         max_peer_requests_in_flight: READ requests in flight at once to one peer.
@@ -93,6 +96,7 @@ class Settings:
     use_uvloop: bool = True
     max_post_bytes: int = 12 * _MIB + _MIB // 16
     max_post_descriptors: int = 512
+    max_stretch_bytes: int = 12 * _MIB
     max_bytes_in_flight: int = 128 * _MIB
     max_requests_in_flight: int = 32
     max_peer_requests_in_flight: int = 8

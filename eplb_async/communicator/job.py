@@ -1,21 +1,23 @@
-"""What one rank receives in one layer, or again from elsewhere: where it is staged, and its READs."""
+"""What one rank receives in neighbouring layers, or again from elsewhere: where it is staged, and its READs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from eplb_async.communicator.members import memory_of
+from eplb_async.core.incoming import Incoming
 from eplb_async.core.layout import Layout, TensorSpec
-from eplb_async.core.plan import Move
 from eplb_async.core.schedule import Batch
 from eplb_async.errors import NixlTransferFailed
 from eplb_async.nixl.transfer import Transfer
-from eplb_async.weights import Piece, pack
+from eplb_async.weights import ENTRY_NAME, Copy, ExpertWeights, Piece, Staging, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Sent:
 
 
 def room_for(specs: Sequence[TensorSpec], num_moves: int) -> tuple[list[int], dict[str, int]]:
-    """Staging for a number of experts of a layer.
+    """Staging for a number of experts of like layers.
 
     Returns:
         Where each tensor's rows begin in the piece of its memory type, and the bytes of each piece.
@@ -37,40 +39,63 @@ def room_for(specs: Sequence[TensorSpec], num_moves: int) -> tuple[list[int], di
     return offsets, {memory: size for memory, size in sizes.items() if size}
 
 
-class LayerJob:
-    """Moves of one layer on their way: where they are staged, and what is still under way.
+class Job:
+    """Moves of one layer, or of several small ones that are alike, on their way.
 
     Attributes:
-        layer: The layer.
-        moves: What is received, by source and its slot: rows that are neighbours there are neighbours in staging,
-            and are read as one. Move ``i`` is row ``i`` of each tensor's staged rows.
-        source_slots: Slot that each move is read from, int64 ``[num_moves]``.
-        kept: Moves that are to be applied; the others are received by a later job of the layer.
-        specs: The layer's tensors.
+        layers: The layers.
+        moves: What is received. Move ``i`` is row ``i`` of each tensor's staged rows, whatever its layer.
+        kept: Moves that are to be applied, bool ``[num_moves]``; the others are received by a later job.
+        specs: The tensors of each of the layers.
         pieces: Staging by memory type.
         sent: Batches posted so far.
         posted: Set when all have been.
-        offsets: Where each tensor's rows begin in the piece of its memory type.
+        offsets: Where each tensor's rows begin in the piece of its memory type, int64 ``[num_tensors]``.
+        row_bytes: Bytes of a row of each tensor, int64 ``[num_tensors]``.
         sizes: Bytes of staging by memory type.
     """
 
-    def __init__(self, layer: int, moves: Iterable[Move], layout: Layout) -> None:
-        self.layer = layer
-        self.moves = tuple(sorted(moves, key=attrgetter("source", "source_slot")))
-        self.source_slots = np.array([move.source_slot for move in self.moves], dtype=np.int64)
-        self.kept = list(range(len(self.moves)))
-        self.specs = [place.spec for place in layout.layers[layer]]
+    def __init__(self, layers: range, moves: Incoming, layout: Layout) -> None:
+        self.layers = layers
+        self.moves = moves
+        self.kept: NDArray[np.bool_] = np.ones(len(moves), dtype=np.bool_)
+        self.specs = [place.spec for place in layout.layers[layers.start]]
         self.pieces: dict[str, Piece] = {}
         self.sent: list[Sent] = []
         self.posted = asyncio.Event()
-        self.offsets, self.sizes = room_for(self.specs, len(self.moves))
+        offsets, self.sizes = room_for(self.specs, len(moves))
+        self.offsets = np.array(offsets, dtype=np.int64)
+        self.row_bytes = np.array([spec.row_bytes for spec in self.specs], dtype=np.int64)
+        self._rows: dict[int, torch.Tensor] = {}
 
     @property
     def transfers(self) -> list[Transfer]:
         """READs that were posted."""
         return [sent.transfer for sent in self.sent if sent.transfer is not None]
 
-    def landing(self) -> tuple[list[int], list[int]]:
-        """Slots that are filled, and for each the staged row that it is filled from."""
-        kept = [(i, self.moves[i].targets) for i in self.kept]
-        return [slot for _, slots in kept for slot in slots], [i for i, slots in kept for _ in slots]
+    def rows(self, tensor: int, staging: Staging) -> torch.Tensor:
+        """The staged rows of a tensor, uint8 ``[num_moves, row_bytes]``."""
+        found = self._rows.get(tensor)
+        if found is None:
+            spec = self.specs[tensor]
+            piece = self.pieces[memory_of(spec.device)]
+            found = staging.view(piece, int(self.offsets[tensor]), len(self.moves), spec.row_bytes)
+            self._rows[tensor] = found
+        return found
+
+    def landing(self, layers: range, weights: ExpertWeights, staging: Staging) -> Iterator[Copy]:
+        """The copies that apply what it brought of these layers; entries are one copy for all of them."""
+        slot, layer, row = self.moves.landing(layers, self.kept)
+        if not slot.size:
+            return
+        ends = np.searchsorted(layer, np.arange(layers.start, layers.stop + 1)).tolist()
+        for tensor, spec in enumerate(self.specs):
+            if spec.name == ENTRY_NAME and weights.entries is not None:
+                entry = layer * weights.num_local_experts + slot
+                yield Copy(target=weights.entries, to=entry, source=self.rows(tensor, staging), frm=row)
+            elif spec.row_bytes:
+                source = self.rows(tensor, staging)
+                for at, (low, high) in zip(layers, itertools.pairwise(ends), strict=True):
+                    if low < high:
+                        target = weights.rows(at, tensor)
+                        yield Copy(target=target, to=slot[low:high], source=source, frm=row[low:high])

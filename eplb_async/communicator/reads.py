@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_async.communicator.job import LayerJob, Sent
+from eplb_async.communicator.job import Job, Sent
 from eplb_async.communicator.members import Member, device_index, memory_of
 from eplb_async.core.plan import MigrationPlan
 from eplb_async.core.schedule import ALIGNMENT, Batch, pieces, turns
@@ -92,11 +92,11 @@ class Reads:
             max_peers=settings.max_peers_in_flight,
             few_bytes=settings.max_post_bytes,
         )
-        self._outbox: Outbox[LayerJob] = Outbox(self._window)
+        self._outbox: Outbox[Job] = Outbox(self._window)
         self._poster: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
 
-    async def post(self, job: LayerJob) -> None:
+    async def post(self, job: Job) -> None:
         """Post all READs of a job, as window and throttle let them out; its pieces are allocated.
 
         Cancelled: those that wait are not posted.
@@ -121,22 +121,22 @@ class Reads:
         """Why the owner's throttle holds READs back, in words; empty if it does not."""
         return self._throttle.words if len(self._outbox) and self._delay() else ""
 
-    def _batches(self, job: LayerJob) -> list[Waiting[LayerJob]]:
-        reader, source = self._plan.reads(job.layer)
+    def _batches(self, job: Job) -> list[Waiting[Job]]:
+        reader, source = self._plan.reads(job.layers)
         most = self._throttle.post_bytes(self._settings.max_post_bytes, ALIGNMENT)
         ours = turns(
             reader,
             source,
             rank=self._rank,
             ep_size=self._plan.new.ep_size,
-            expert_bytes=sum(spec.row_bytes for spec in job.specs),
+            expert_bytes=int(job.row_bytes.sum()),
             max_bytes=most,
         )
         return [
-            Waiting(job.layer, batch, ours.readers[batch.source], job)
+            Waiting(job.layers.start, batch, ours.readers[batch.source], job)
             for memory in job.sizes
             for batch in pieces(
-                job.moves,
+                job.moves.source,
                 [spec.row_bytes if memory_of(spec.device) == memory else 0 for spec in job.specs],
                 max_bytes=most,
                 max_descriptors=self._settings.max_post_descriptors,
@@ -184,7 +184,7 @@ class Reads:
             if timer is not None:
                 timer.cancel()
 
-    async def outcome(self, job: LayerJob) -> dict[int, Exception]:
+    async def outcome(self, job: Job) -> dict[int, Exception]:
         """Wait until every READ of a job is over.
 
         Returns:
@@ -217,11 +217,11 @@ class Reads:
         hopeless = isinstance(error, NixlTransferTimeout | NixlPeerDisconnected)
         return self._settings.retry_reads and not hopeless
 
-    def _post_batch(self, job: LayerJob, batch: Batch, memory: str) -> Transfer:
+    def _post_batch(self, job: Job, batch: Batch, memory: str) -> Transfer:
         source = self._sources[batch.source]
         local, remote, remote_memory = _descriptors(job, batch, job.pieces[memory], source)
         now = self._engine.loop.time()
-        experts = tuple(job.moves[i].expert for i in _moves_of(batch))
+        origin = _origin(job, batch)
         began = 0.0 if self._emit is None else self._engine.now()
         try:
             if source.peer.bare:  # its word that it wants out of the epoch is slower than its new agent's
@@ -229,8 +229,8 @@ class Reads:
                     "that rank has let go of its memory: it is suspended; migrate again when it has resumed",
                     peer=source.peer.name,
                     rank=source.rank,
-                    layer=job.layer,
-                    experts=experts,
+                    layer=origin.layer,
+                    experts=origin.experts,
                     nbytes=batch.nbytes,
                     phase="make",
                 )
@@ -241,12 +241,12 @@ class Reads:
                 timeout=max(0.0, self._deadline - now),
                 local_memory=memory,
                 remote_memory=remote_memory,
-                origin=Origin(rank=source.rank, layer=job.layer, experts=experts),
+                origin=origin,
             )
         except BaseException as error:
             self._window.done(batch.source, batch.nbytes)
             if self._emit is not None:
-                self._tell(job, batch, began, error)
+                self._tell(origin, batch, began, error)
             raise
         self._traffic.reads += 1
         peer = self._traffic.by_peer.setdefault(source.rank, [0.0, now, now])
@@ -260,16 +260,16 @@ class Reads:
                 peer[2] = self._engine.loop.time()
             if self._emit is not None:
                 failure = asyncio.CancelledError() if future.cancelled() else future.exception()
-                self._tell(job, batch, began, failure)
+                self._tell(origin, batch, began, failure)
 
         transfer.future.add_done_callback(ended)
         return transfer
 
-    def _tell(self, job: LayerJob, batch: Batch, began: float, error: BaseException | None) -> None:
+    def _tell(self, origin: Origin, batch: Batch, began: float, error: BaseException | None) -> None:
         assert self._emit is not None
         took = self._engine.now() - began
         self._emit(
-            "read_ended", peer=batch.source, layer=job.layer, bytes=batch.nbytes, seconds=took, state=_state(error)
+            "read_ended", peer=batch.source, layer=origin.layer, bytes=batch.nbytes, seconds=took, state=_state(error)
         )
 
 
@@ -292,31 +292,41 @@ def _moves_of(batch: Batch) -> list[int]:
     return sorted(set(batch.move.tolist()))
 
 
-def _descriptors(job: LayerJob, batch: Batch, piece: Piece, source: Member) -> tuple[Descriptors, Descriptors, str]:
+def _origin(job: Job, batch: Batch) -> Origin:
+    """What errors and health say of a batch: its first layer, and which experts of that it reads."""
+    layers = job.moves.layer[batch.move]
+    experts = job.moves.expert[batch.move[layers == layers[0]]]
+    return Origin(rank=batch.source, layer=int(layers[0]), experts=tuple(dict.fromkeys(experts.tolist())))
+
+
+def _descriptors(job: Job, batch: Batch, piece: Piece, source: Member) -> tuple[Descriptors, Descriptors, str]:
     """Where a batch goes and where it comes from; rows that are neighbours on both sides are one descriptor.
 
     Returns:
         Two lists ``[n, 3]``, and NIXL's memory type of the source's side.
     """
-    places = source.layout.layers[job.layer]
-    memory = ""
-    parts = []
-    for tensor in sorted(set(batch.tensor.tolist())):
-        mine = batch.tensor == tensor
-        place, spec = places[tensor], job.specs[tensor]
-        if memory not in ("", memory_of(place.spec.device)):
-            raise TransferError(f"rank {source.rank} keeps tensors of layer {job.layer} on unlike devices")
-        memory = memory_of(place.spec.device)
-        rows, offset, length = batch.move[mine], batch.offset[mine], batch.length[mine]
-        ours = piece.address + job.offsets[tensor] + rows * spec.row_bytes + offset
-        theirs = place.address + job.source_slots[rows] * place.spec.row_stride + offset
-        first = np.ones(len(rows), dtype=np.bool_)
-        first[1:] = (ours[1:] != ours[:-1] + length[:-1]) | (theirs[1:] != theirs[:-1] + length[:-1])
-        at = np.flatnonzero(first)
-        part = np.empty((2, len(at), 3), dtype=np.uint64)
-        part[0, :, 0], part[1, :, 0] = ours[at], theirs[at]
-        part[:, :, 1] = np.add.reduceat(length, at)
-        part[0, :, 2], part[1, :, 2] = device_index(spec.device), device_index(place.spec.device)
-        parts.append(part)
-    local, remote = np.concatenate(parts, axis=1)
-    return local, remote, memory
+    by_tensor = np.argsort(batch.tensor, kind="stable")  # neighbours are of one tensor
+    move, tensor, offset, length = (c[by_tensor] for c in (batch.move, batch.tensor, batch.offset, batch.length))
+    layer = job.moves.layer[move]
+    low, high = int(layer.min()), int(layer.max()) + 1
+    read = sorted(set(tensor.tolist()))
+    devices = {places[t].spec.device for places in source.layout.layers[low:high] for t in read}
+    if len(devices) != 1:
+        raise TransferError(f"rank {source.rank} keeps tensors of layers [{low}, {high}) on unlike devices")
+    (device,) = devices
+    places = np.array(
+        [[(p.address, p.spec.row_stride) for p in places] for places in source.layout.layers[low:high]], dtype=np.int64
+    )
+    start, stride = places[layer - low, tensor].T
+    ours = piece.address + job.offsets[tensor] + move * job.row_bytes[tensor] + offset
+    theirs = start + job.moves.source_slot[move] * stride + offset
+    first = np.ones(len(move), dtype=np.bool_)
+    first[1:] = (ours[1:] != ours[:-1] + length[:-1]) | (theirs[1:] != theirs[:-1] + length[:-1])
+    first[1:] |= tensor[1:] != tensor[:-1]
+    at = np.flatnonzero(first)
+    local, remote = np.empty((2, len(at), 3), dtype=np.uint64)
+    local[:, 0], remote[:, 0] = ours[at], theirs[at]
+    local[:, 1] = remote[:, 1] = np.add.reduceat(length, at)
+    local[:, 2] = device_index(job.specs[read[0]].device)
+    remote[:, 2] = device_index(device)
+    return local, remote, memory_of(device)

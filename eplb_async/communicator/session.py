@@ -458,10 +458,11 @@ class Session:
             _log.error("migration fails on rank %d: %s", self.driver.identity.rank, describe(error))
             self.driver.give_up(attempt, describe(error))
 
-        def applied(layer: int) -> None:
-            self.placement = self.placement.with_layers(attempt.plan.new, layer + 1)
+        def applied(layers: range) -> None:
+            self.placement = self.placement.with_layers(attempt.plan.new, layers.stop)
             if self.emitter is not None:
-                self.emitter.emit("layer_applied", layer=layer, epoch=attempt.epoch)
+                for layer in layers:
+                    self.emitter.emit("layer_applied", layer=layer, epoch=attempt.epoch)
 
         def retried(layer: int, experts: Sequence[int], source: int, instead: int, error: Exception) -> None:
             why = describe(error)
@@ -632,11 +633,12 @@ class Session:
 
     async def _make_room(self, wanted: MigrationPlan) -> None:
         """Recycle the agent if quarantine leaves too little staging for this plan (DESIGN §5)."""
-        rank = self.driver.identity.rank
-        needs = [
-            room_for([place.spec for place in places], wanted.num_moves(layer, rank))[1]
-            for layer, places in enumerate(self.weights.layout.layers)
-        ]
+        counts = wanted.num_moves(self.driver.identity.rank).tolist()
+        kinds = {
+            (tuple(place.spec for place in places), count)
+            for places, count in zip(self.weights.layout.layers, counts, strict=True)
+        }
+        needs = [room_for(specs, count)[1] for specs, count in kinds]
         if all(map(self._staging.fits, needs)):
             return
         await self.endpoint.drained(_DRAIN_SECONDS)

@@ -172,6 +172,19 @@ class Users:
             use.shut = True
         return not use.inside or await self._emptied(use)
 
+    def shut_if_empty(self, layer: int) -> bool:
+        """Shut one more committed layer's door, to apply it together with others, if nobody is inside.
+
+        It is never waited for: who is inside one layer may want to enter another whose door is shut.
+        """
+        use = self.uses[layer]
+        with self._lock:
+            use.shut = True
+        if use.inside:
+            self.applied(layer)
+            return False
+        return True
+
     async def _emptied(self, use: Use) -> bool:
         self._awaited = use
         self._changed()
@@ -188,7 +201,7 @@ class Users:
             self._changed()
 
     def applied(self, layer: int) -> None:
-        """The layer is applied: who waits may enter."""
+        """The layer is applied, or is not now: who waits may enter."""
         use = self.uses[layer]
         with self._lock:
             use.shut = bool(self._over)

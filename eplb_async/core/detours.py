@@ -22,6 +22,11 @@ class Detours:
         self._tried: dict[tuple[int, int], set[int]] = {}
         self._shaky: set[int] = set()
 
+    @property
+    def needless(self) -> bool:
+        """Whether no source has failed, so that every move goes as it was planned."""
+        return not self._shaky
+
     def instead(self, layer: int, move: Move) -> Move | None:
         """The move that takes the place of one that failed, each source once for each layer and expert.
 

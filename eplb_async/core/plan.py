@@ -166,18 +166,19 @@ class MigrationPlan:
             for expert, source, slot, start, end in zip(*columns, ends, ends[1:], strict=False)
         )
 
-    def num_moves(self, layer: int, rank: int) -> int:
-        """Experts that ``rank`` receives in ``layer``."""
-        first, stop = self._move_offsets[layer * self.new.ep_size + rank :][:2].tolist()
-        return int(stop - first)
+    def num_moves(self, rank: int) -> _Longs:
+        """Experts that ``rank`` receives in each layer, int64 ``[num_layers]``."""
+        at = np.arange(self.new.num_layers) * self.new.ep_size + rank
+        return self._move_offsets[at + 1] - self._move_offsets[at]
 
     def reads_by_source(self, layer: int) -> _Longs:
         """READs that each rank serves in ``layer``, int64 ``[ep_size]``."""
-        return np.bincount(self.reads(layer)[1], minlength=self.new.ep_size)
+        return np.bincount(self.reads(range(layer, layer + 1))[1], minlength=self.new.ep_size)
 
-    def reads(self, layer: int) -> tuple[_Ints, _Ints]:
-        """Reader and source of each READ of ``layer``, all ranks together; both ``[num_reads]``."""
-        first, stop = self._move_offsets[[layer * self.new.ep_size, (layer + 1) * self.new.ep_size]].tolist()
+    def reads(self, layers: range) -> tuple[_Ints, _Ints]:
+        """Reader and source of each READ of neighbouring layers, all ranks together; both ``[num_reads]``."""
+        n = self.new.ep_size
+        first, stop = int(self._move_offsets[layers.start * n]), int(self._move_offsets[layers.stop * n])
         reader, source = self.reader[first:stop], self.source[first:stop]
         read = (source != reader) & (source >= 0)
         return reader[read], source[read]

@@ -1,4 +1,4 @@
-"""One rank's READs of one layer, cut into batches, and the order in which they go.
+"""One rank's READs of one layer, or of several small ones, cut into batches, and the order in which they go.
 
 A batch is one post: rows of one source, bounded in bytes and descriptors, so that a lap of the poller, a
 deadline and a cancel never wait behind one huge post.
@@ -17,8 +17,6 @@ from itertools import chain, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
-
-from eplb_async.core.plan import Move
 
 __all__ = ["ALIGNMENT", "Batch", "Turns", "pieces", "turns"]
 
@@ -50,7 +48,7 @@ class Batch:
 
 
 def pieces(
-    moves: Sequence[Move],
+    sources: Sequence[int] | _Longs,
     row_bytes: Sequence[int],
     *,
     max_bytes: int,
@@ -59,13 +57,14 @@ def pieces(
     ep_size: int,
     order: Sequence[int] = (),
 ) -> tuple[Batch, ...]:
-    """Cuts the READs among ``moves`` into batches; what is copied or loaded, and empty rows, take no part.
+    """Cuts the READs among some moves into batches; what is copied or loaded, and empty rows, take no part.
 
     Only rows longer than ``max_bytes`` are split.
 
     Args:
-        moves: What ``rank`` receives in one layer.
-        row_bytes: Bytes of one expert row in each tensor of the layer ``[num_tensors]``.
+        sources: Source of each move that ``rank`` receives, in one layer or in several that are alike
+            ``[num_moves]``; ``rank`` for a local copy, -1 for a lost expert.
+        row_bytes: Bytes of one expert row in each tensor of a layer ``[num_tensors]``.
         max_bytes: Most bytes in a batch.
         max_descriptors: Most descriptors in a batch.
         rank: The reader.
@@ -79,13 +78,10 @@ def pieces(
     if max_bytes < 1 or max_descriptors < 1:
         raise ValueError(f"max_bytes={max_bytes} and max_descriptors={max_descriptors} must both be 1 or more")
     expert = _expert_pieces(row_bytes, max_bytes)
-    by_source: dict[int, list[int]] = {}
-    for index, move in enumerate(moves):
-        if move.is_read:
-            by_source.setdefault(move.source, []).append(index)
+    given = np.asarray(sources, dtype=np.int64)
     queues = {
-        source: deque(_fill(source, np.array(found), expert, max_bytes, max_descriptors))
-        for source, found in sorted(by_source.items(), key=lambda item: (item[0] - rank) % ep_size)
+        source: deque(_fill(source, np.flatnonzero(given == source), expert, max_bytes, max_descriptors))
+        for source in sorted(set(given.tolist()) - {rank, -1}, key=lambda source: (source - rank) % ep_size)
     }
     left = Counter(order)
     batches: list[Batch] = []
@@ -99,7 +95,7 @@ def pieces(
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """When a reader reads from whom in one layer.
+    """When a reader reads from whom in the layers that it reads together.
 
     Attributes:
         order: The source of each of its turns.
@@ -119,14 +115,14 @@ def turns(
     expert_bytes: int,
     max_bytes: int,
 ) -> Turns:
-    """Gives each READ of a layer its turn; every rank comes to the same turns.
+    """Gives each READ of some layers its turn; every rank that asks for the same layers comes to the same turns.
 
     A turn is one expert, or as many of one source as fit into a batch. Readers and sources at equal distance around
     the group are paired first and all at once, so that where everybody reads from everybody no turn is left empty.
     First fit takes less than twice the least number of turns, and about that number on what is met in practice.
 
     Args:
-        reader: Reader of each READ of the layer ``[num_reads]``.
+        reader: Reader of each READ of the layers ``[num_reads]``.
         source: Its source ``[num_reads]``.
         rank: Whose turns are wanted.
         ep_size: Ranks in the group.
@@ -166,8 +162,9 @@ def _expert_pieces(row_bytes: Sequence[int], max_bytes: int) -> _Longs:
 
 def _fill(source: int, moves: _Longs, expert: _Longs, max_bytes: int, max_descriptors: int) -> list[Batch]:
     """Puts the pieces of all experts from one source into as few batches as their order allows."""
-    move = np.repeat(moves, expert.shape[1])
-    tensor, offset, length = np.tile(expert, moves.size)
+    count = expert.shape[1]
+    move = np.repeat(moves, count)
+    tensor, offset, length = np.broadcast_to(expert[:, None], (3, moves.size, count)).reshape(3, move.size)
     ends = np.cumsum(length)
     batches = []
     first = before = 0

@@ -31,9 +31,9 @@ class Copy:
     """
 
     target: torch.Tensor
-    to: Sequence[int]
+    to: Sequence[int] | _Rows
     source: torch.Tensor
-    frm: Sequence[int]
+    frm: Sequence[int] | _Rows
 
     @property
     def nbytes(self) -> int:
@@ -158,14 +158,22 @@ class CudaCopier:
             stream.wait_event(self._behind)
         with torch.cuda.stream(stream):
             for c in on_device:
-                for to, frm in zip(c.to, c.frm, strict=True):
+                for to, frm in zip(np.asarray(c.to).tolist(), np.asarray(c.frm).tolist(), strict=True):
                     c.target[to].copy_(c.source[frm], non_blocking=True)
         return stream.record_event()
 
 
 def _copy_rows(copies: Sequence[Copy]) -> None:
+    arrays: dict[int, _Bytes] = {}  # most copies of an apply share their source
+
+    def array(rows: torch.Tensor) -> _Bytes:
+        found = arrays.get(id(rows))
+        if found is None:
+            found = arrays[id(rows)] = rows.numpy()
+        return found
+
     for c in copies:
-        target, source = c.target.numpy(), c.source.numpy()
+        target, source = array(c.target), array(c.source)
         if target.flags.c_contiguous and source.flags.c_contiguous:
             _take_rows(target, np.asarray(c.to), source, np.asarray(c.frm))
         else:
@@ -175,10 +183,14 @@ def _copy_rows(copies: Sequence[Copy]) -> None:
 
 def _take_rows(target: _Bytes, to: _Rows, source: _Bytes, frm: _Rows) -> None:
     """Copy rows, each run of neighbouring targets in one call that holds no GIL."""
-    order = np.argsort(to)
-    to, frm = to[order], frm[order]
-    starts = np.flatnonzero(np.diff(to, prepend=-2) != 1).tolist()
-    for start, stop in itertools.pairwise([*starts, len(to)]):
-        first = int(to[start])
+    slots: list[int] = to.tolist()
+    if slots == list(range(slots[0], slots[0] + len(slots))):  # a layer that is exchanged whole
+        runs = [(0, len(slots))]
+    else:
+        order = np.argsort(to)
+        to, frm = to[order], frm[order]
+        slots = to.tolist()
+        runs = list(itertools.pairwise([*np.flatnonzero(np.diff(to, prepend=-2) != 1).tolist(), len(slots)]))
+    for start, stop in runs:
         # Any other mode of take() copies twice. The numbers are a plan's, which has checked them.
-        np.take(source, frm[start:stop], axis=0, out=target[first : first + stop - start], mode="clip")
+        source.take(frm[start:stop], axis=0, out=target[slots[start] : slots[start] + stop - start], mode="clip")

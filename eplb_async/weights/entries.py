@@ -67,12 +67,18 @@ def entry_rows(experts: Sequence[int], version: int, digests: Sequence[bytes] | 
     return torch.frombuffer(packed, dtype=torch.uint8).view(-1, ENTRY_BYTES)
 
 
-def suspects(entries: npt.NDArray[np.uint8], wanted: Sequence[Wanted]) -> list[int]:
-    """Entries ``[n, ENTRY_BYTES]`` that :func:`check_entry` has something to say of, found all at once."""
+def suspects(entries: npt.NDArray[np.uint8], experts: npt.ArrayLike, version: int) -> list[int]:
+    """Entries ``[n, ENTRY_BYTES]`` that :func:`check_entry` has something to say of, found all at once.
+
+    Args:
+        entries: What came.
+        experts: The logical expert that each was to be ``[n]``.
+        version: The weight version that all were to be of.
+    """
     came: Any = entries.view(_FIELDS)[:, 0]
     right = came["magic"] == _MAGIC
-    right &= came["expert"] == [one.expert for one in wanted]
-    right &= came["version"] == np.array([one.version for one in wanted], dtype="<u8")  # as floats, many are equal
+    right &= came["expert"] == experts
+    right &= came["version"] == np.uint64(version)  # as floats, many are equal
     return np.flatnonzero(~right).tolist()
 
 

@@ -62,12 +62,23 @@ class Staging:
         self._used.update(pieces)
         return tuple(pieces)
 
-    async def allocate(self, sizes: dict[str, int]) -> tuple[Piece, ...]:
-        """Wait until pieces of the given sizes are free."""
-        while (pieces := self.try_allocate(sizes)) is None:
+    async def allocate(self, *choices: dict[str, int]) -> tuple[int, tuple[Piece, ...]]:
+        """Wait until pieces of the given sizes are free.
+
+        Args:
+            *choices: Sizes, the most wanted first. The others are for when held memory leaves no room for those.
+
+        Returns:
+            Which choice it is, and its pieces.
+        """
+        while True:
+            for nth, sizes in enumerate(choices):
+                if (pieces := self.try_allocate(sizes)) is not None:
+                    return nth, pieces
+                if self.fits(sizes):
+                    break  # it waits only for what will be given back
             self._changed.clear()
             await self._changed.wait()
-        return pieces
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
         """Give pieces back; the parts that a READ may still write stay held until it has ended.

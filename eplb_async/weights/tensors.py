@@ -58,6 +58,11 @@ class ExpertWeights:
         """Bytes of a tensor's expert rows, uint8 ``[num_local_experts, row_bytes]``, sharing its memory."""
         return self._rows[layer][tensor]
 
+    @property
+    def entries(self) -> torch.Tensor | None:
+        """The entry table, row ``layer * num_local_experts + slot`` for each slot, uint8 ``[n, 32]``; if it is kept."""
+        return None if self._table is None else self._table.view(-1, ENTRY_BYTES)
+
     def regions(self) -> list[tuple[torch.Tensor, str]]:
         """What to register: every tensor that has bytes, with a region name."""
         found = [

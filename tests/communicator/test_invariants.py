@@ -116,7 +116,9 @@ def test_i6_no_source_row_changes_before_all_have_read_the_layer() -> None:
     fabric = MemoryFabric(FaultPlan().hold_read("default/0.", nth=1))
 
     async def main() -> None:
-        async with LocalCluster(OLD, fabric=fabric, settings=Settings(secret=b"s" * 16)) as cluster:
+        async with LocalCluster(
+            OLD, fabric=fabric, settings=Settings(secret=b"s" * 16, max_stretch_bytes=0)
+        ) as cluster:
             tasks = asyncio.ensure_future(cluster.migrate(NEW))
             await asyncio.sleep(1.0)
             partly = OLD.with_layers(NEW, 1)

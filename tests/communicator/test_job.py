@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_async.communicator.job import LayerJob, room_for
+from eplb_async.communicator.job import Job, room_for
 from eplb_async.communicator.members import Member
 from eplb_async.communicator.reads import _descriptors
+from eplb_async.core.incoming import Incoming
 from eplb_async.core.layout import Layout, TensorPlace, TensorSpec
 from eplb_async.core.plan import Move
 from eplb_async.core.schedule import Batch
@@ -30,9 +31,14 @@ def layout(base: int, row_bytes: tuple[int, ...], padding: int) -> Layout:
     return Layout((tuple(places),))
 
 
-def post(moves: list[Move], row_bytes: tuple[int, ...], padding: int) -> tuple[LayerJob, Any, Any]:
+def job_of(moves: list[Move], ours: Layout) -> Job:
+    """The job of moves of layer 0."""
+    return Job(range(1), Incoming.of_moves(0, [(0, move) for move in moves]), ours)
+
+
+def post(moves: list[Move], row_bytes: tuple[int, ...], padding: int) -> tuple[Job, Any, Any]:
     """The job of these moves, and the two descriptor lists of all its rows."""
-    job = LayerJob(0, moves, layout(HERE, row_bytes, 0))
+    job = job_of(moves, layout(HERE, row_bytes, 0))
     count, tensors = len(job.moves), len(row_bytes)
     batch = Batch(
         source=1,
@@ -64,10 +70,10 @@ def test_every_row_is_read_to_its_place_in_staging(seed: int) -> None:
     }
     start, wanted = THERE, {}
     for tensor, size in enumerate(row_bytes):
-        for row, move in enumerate(job.moves):
+        for row, slot in enumerate(job.moves.source_slot.tolist()):
             for i in range(size):
-                at = job.offsets[tensor] + row * size + i
-                wanted[at] = start + move.source_slot * (size + padding) + i
+                at = int(job.offsets[tensor]) + row * size + i
+                wanted[at] = start + slot * (size + padding) + i
         start += SLOTS * (size + padding)
     assert read == wanted, f"seed {seed}"
 
@@ -75,7 +81,7 @@ def test_every_row_is_read_to_its_place_in_staging(seed: int) -> None:
 def test_neighbours_are_one_descriptor_and_tensors_are_not() -> None:
     """Slots 3, 5, 4 of a source are read as one, in their order there; a descriptor never spans two tensors."""
     job, local, remote = post([Move(0, slot, 1, slot, (slot,)) for slot in (3, 5, 4)], (256, 256), padding=0)
-    assert [move.source_slot for move in job.moves] == [3, 4, 5]
+    assert job.moves.source_slot.tolist() == [3, 4, 5]
     assert local.tolist() == [[0, 768, 0], [768, 768, 0]]
     second = THERE + SLOTS * 256
     assert remote.tolist() == [[THERE + 3 * 256, 768, 0], [second + 3 * 256, 768, 0]]
@@ -89,8 +95,13 @@ def test_rows_with_something_between_them_stay_apart() -> None:
 
 def test_what_lands_where_leaves_out_what_is_read_again() -> None:
     """Slots and staged rows belong together also where moves were sorted, and moves not kept have none."""
-    job = LayerJob(0, [Move(0, 7, 2, 1, (4, 6)), Move(0, 8, 1, 9, (5,)), Move(0, 9, 1, 2, (0,))], layout(HERE, (4,), 0))
-    assert job.landing() == ([0, 5, 4, 6], [0, 1, 2, 2])
-    job.kept = [0, 2]
-    assert job.landing() == ([0, 4, 6], [0, 2, 2])
+    moves = [Move(0, 7, 2, 1, (4, 6)), Move(0, 8, 1, 9, (5,)), Move(0, 9, 1, 2, (0,))]
+    job = job_of(moves, layout(HERE, (4,), 0))
+
+    def landing() -> list[list[int]]:
+        return [column.tolist() for column in job.moves.landing(range(1), job.kept)]
+
+    assert landing() == [[0, 4, 5, 6], [0, 0, 0, 0], [0, 2, 1, 2]]
+    job.kept[1] = False
+    assert landing() == [[0, 4, 6], [0, 0, 0], [0, 2, 2]]
     assert job.sizes == room_for(job.specs, 3)[1]

@@ -222,7 +222,8 @@ def test_a_read_that_is_made_again_waits_for_no_source_but_its_own() -> None:
     ids[:, 2:4] = (4, 5)
     new = Placement(ids, ep_size=4)
     fabric = MemoryFabric(FaultPlan().hold_read("default/2.", peer="default/0.", nth=0))
-    chosen = with_settings(verify="full", max_peer_requests_in_flight=1, max_post_descriptors=1, staging_layers=4)
+    apart = {"max_peer_requests_in_flight": 1, "max_post_descriptors": 1, "max_stretch_bytes": 0}
+    chosen = with_settings(verify="full", staging_layers=4, **apart)
 
     async def main() -> None:
         async with LocalCluster(old, fabric=fabric, settings=chosen) as cluster:

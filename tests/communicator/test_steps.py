@@ -237,7 +237,9 @@ def test_c21_a_rank_that_does_not_decide_ends_the_migration_and_holds_no_step_fo
     fabric = MemoryFabric(FaultPlan().hold_read("default/1.", nth=1))
 
     async def main() -> None:
-        async with LocalCluster(OLD, fabric=fabric, settings=settings(activation_timeout=1.5)) as c:
+        async with LocalCluster(
+            OLD, fabric=fabric, settings=settings(activation_timeout=1.5, max_stretch_bytes=0)
+        ) as c:
             async with Running(c) as running:
                 await running.step(2)
                 loop = asyncio.get_running_loop()

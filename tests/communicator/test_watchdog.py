@@ -24,7 +24,7 @@ OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
 NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 THREE = Placement([[0, 1, 0, 2, 1, 2]] * 3, ep_size=3)
 THREE_NEW = Placement([[2, 1, 0, 0, 1, 2]] * 3, ep_size=3)
-SETTINGS = Settings(secret=b"s" * 16, settle_timeout=4.0)
+SETTINGS = Settings(secret=b"s" * 16, settle_timeout=4.0, max_stretch_bytes=0)
 
 
 @pytest.fixture

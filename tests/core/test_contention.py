@@ -92,7 +92,7 @@ def simulate(what: MigrationPlan, row: int, *, before: bool, crowds_cost: float 
                 outboxes[pair[0]].window.done(pair[1], size)
                 fill(pair[0], outboxes[pair[0]], flying)
     outcome.crowd /= outcome.seconds
-    reader, source = what.reads(0)
+    reader, source = what.reads(range(1))
     outcome.least = max(np.bincount(reader).max(), np.bincount(source).max()) * row / SPEED
     outcome.finished = [at for at in outcome.finished if at]
     return outcome
@@ -100,10 +100,10 @@ def simulate(what: MigrationPlan, row: int, *, before: bool, crowds_cost: float 
 
 def outbox_of(what: MigrationPlan, rank: int, row: int, settings: Settings, *, before: bool) -> Outbox[int] | Before:
     """What a rank has to read, as ``communicator.reads`` puts it."""
-    n, (reader, source) = what.new.ep_size, what.reads(0)
+    n, (reader, source) = what.new.ep_size, what.reads(range(1))
     ours = turns(reader, source, rank=rank, ep_size=n, expert_bytes=row, max_bytes=settings.max_post_bytes)
     batches = pieces(
-        what.moves(0, rank),
+        [move.source for move in what.moves(0, rank)],
         [row],
         max_bytes=settings.max_post_bytes,
         max_descriptors=settings.max_post_descriptors,

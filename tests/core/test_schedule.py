@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_async.core.plan import Move
-from eplb_async.core.schedule import ALIGNMENT, pieces, turns
+from eplb_async.core.schedule import ALIGNMENT, turns
+from eplb_async.core.schedule import pieces as pieces_of
 from eplb_async.core.window import Window
 
 ROOMY = {"max_bytes": 1 << 30, "max_descriptors": 1 << 20}
@@ -19,6 +20,11 @@ ROOMY = {"max_bytes": 1 << 30, "max_descriptors": 1 << 20}
 def reads(*sources, rank=0):
     """One move per source, experts and slots numbered."""
     return [Move(rank, expert, source, expert, (expert,)) for expert, source in enumerate(sources)]
+
+
+def pieces(moves, row_bytes, **limits):
+    """The pieces of what these moves read."""
+    return pieces_of([move.source for move in moves], row_bytes, **limits)
 
 
 moves_of_rank_2 = st.lists(st.integers(0, 4), max_size=12).map(lambda sources: reads(*sources, rank=2))

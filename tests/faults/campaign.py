@@ -19,7 +19,13 @@ from tests.procs import stop, wait_until
 HOLDS = "tests.faults.holds"
 UCX_FATAL = "ucp_request.inl"
 """What UCX prints when it aborts a source that must answer a peer that is gone (docs/decisions/0002)."""
-_SETTINGS = {"staging_layers": 1, "max_post_bytes": 1 << 20, "settle_timeout": 1.0, "ping_interval": 0.1}
+_SETTINGS = {
+    "staging_layers": 1,
+    "max_post_bytes": 1 << 20,
+    "max_stretch_bytes": 0,  # phases are of one layer
+    "settle_timeout": 1.0,
+    "ping_interval": 0.1,
+}
 
 
 class TooSlow(Exception):

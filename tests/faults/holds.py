@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eplb_async.communicator.epoch import EpochRun
 from eplb_async.communicator.reads import Reads
+from eplb_async.communicator.stager import Stager
 from eplb_async.core import events, messages
 from eplb_async.nixl.transfer import Transfer
 from eplb_async.weights import Copy
@@ -132,13 +132,13 @@ async def smudged(comm: Any) -> int:
 # ------------------------------------------------------------------------------------------------------ points
 def _begin(session: Any, layer: int, peer: int | None) -> None:
     """BEGIN was handled (a coordinator has sent it to all), no READ is posted."""
-    original = EpochRun._stage_layers
+    original = Stager._stage_layers
 
-    async def stage_layers(run: EpochRun, first: int) -> None:
+    async def stage_layers(stager: Stager, first: int) -> None:
         _hold.here()
-        await original(run, first)
+        await original(stager, first)
 
-    EpochRun._stage_layers = stage_layers  # type: ignore[method-assign]
+    Stager._stage_layers = stage_layers  # type: ignore[method-assign]
 
 
 def _reading(session: Any, layer: int, peer: int | None) -> None:
@@ -149,7 +149,7 @@ def _reading(session: Any, layer: int, peer: int | None) -> None:
     def post_batch(reads: Reads, job: Any, batch: Any, memory: str) -> Transfer:
         transfer = original(reads, job, batch, memory)
         under_way = ends_in_post or not transfer.future.done()
-        if job.layer == layer and peer in (None, batch.source) and under_way:
+        if layer in job.layers and peer in (None, batch.source) and under_way:
             _hold.here()
         return transfer
 

@@ -211,7 +211,7 @@ def test_entries_that_differ_are_found_at_once() -> None:
     rows = entry_rows([5, 9, 7, 8], meant[0].version).numpy().copy()
     rows[2, 0] ^= 1  # no entry at all
     rows[3, 8] ^= 1  # another version
-    assert suspects(rows, meant) == [1, 2, 3]
+    assert suspects(rows, [one.expert for one in meant], meant[0].version) == [1, 2, 3]
     for i in (1, 2, 3):
         with pytest.raises(IntegrityError):
             check_entry(rows[i].tobytes(), meant[i])

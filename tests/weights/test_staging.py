@@ -100,7 +100,7 @@ def test_whoever_waits_gets_its_pieces_once_they_are_free(jobs: list[tuple[dict[
 
         async def job(sizes: dict[str, int], start: int, held: int, lease: int) -> None:
             await asyncio.sleep(start)
-            pieces = await w.staging.allocate(sizes)
+            _, pieces = await w.staging.allocate(sizes)
             w.took(pieces, sizes)
             await asyncio.sleep(held)
             w.gave(pieces, leased=lease > 0)
@@ -121,7 +121,7 @@ def test_a_cancelled_wait_takes_nothing() -> None:
 
     async def main() -> None:
         w = world()
-        first = await w.staging.allocate({"DRAM": CAPACITY})
+        _, first = await w.staging.allocate({"DRAM": CAPACITY})
         waiter = asyncio.ensure_future(w.staging.allocate({"DRAM": CAPACITY}))
         await asyncio.sleep(0)
         w.staging.free(first)

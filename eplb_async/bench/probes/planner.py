@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from eplb_async.bench.probes import alone
+from eplb_async.core.incoming import Incoming
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import MigrationPlan, plan
 from eplb_async.core.schedule import pieces
@@ -64,10 +65,11 @@ def _random(rng: np.random.Generator, slots: int, ranks: int) -> Placement:
 
 def _cut(made: MigrationPlan) -> int:
     """What rank 0 makes of a plan: its moves of each layer, cut into batches; returns how many."""
+    moves = Incoming.of(made, 0)
     return sum(
         len(
             pieces(
-                made.moves(layer, 0),
+                moves.part(range(layer, layer + 1)).source,
                 _ROW_BYTES,
                 max_bytes=DEFAULTS.max_post_bytes,
                 max_descriptors=DEFAULTS.max_post_descriptors,
