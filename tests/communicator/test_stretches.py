@@ -247,7 +247,7 @@ def test_later_stretches_give_back_their_staging_for_a_read_that_is_made_again()
 
 
 def test_a_stretch_is_applied_as_far_as_nobody_uses_its_layers() -> None:
-    """Layer 2 of a stretch of four is in use: those before change, it and those after wait, and nobody waits in turn."""
+    """Layer 2 of a stretch of four is in use: those before change, it and those after wait."""
 
     async def main() -> None:
         fabric = MemoryFabric()
