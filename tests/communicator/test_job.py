@@ -87,6 +87,29 @@ def test_neighbours_are_one_descriptor_and_tensors_are_not() -> None:
     assert remote.tolist() == [[THERE + 3 * 256, 768, 0], [second + 3 * 256, 768, 0]]
 
 
+def test_rows_of_several_layers_are_read_from_where_each_layer_lies() -> None:
+    """Row by row the address is that of the row's own layer; staged rows follow each other."""
+    places = []
+    for layer in range(3):
+        spec = TensorSpec("w", 64, 64 + 32 * layer, SLOTS, (64,), (1,), "uint8", "cpu")
+        places.append((TensorPlace(spec, THERE + (layer << 16)),))
+    moves = [(layer, Move(0, slot, 1, slot, (slot,))) for layer in range(3) for slot in (4, 5)]
+    ours = Layout(
+        tuple((TensorPlace(TensorSpec("w", 64, 64, SLOTS, (64,), (1,), "uint8", "cpu"), 1),) for _ in range(3))
+    )
+    job = Job(range(3), Incoming.of_moves(0, moves), ours)
+    batch = Batch(1, np.arange(6), np.zeros(6, np.int64), np.zeros(6, np.int64), np.full(6, 64), 6 * 64)
+    peer: Any = None
+    local, remote, _ = _descriptors(
+        job, batch, Piece("DRAM", 0, job.sizes["DRAM"], 0), Member(1, 1, "", peer, Layout(tuple(places)))
+    )
+    assert local.tolist() == [[0, 128, 0], [128, 64, 0], [192, 64, 0], [256, 64, 0], [320, 64, 0]]
+    strides = [64, 96, 128]
+    assert remote[:, 0].tolist() == [THERE + 4 * 64] + [
+        THERE + (layer << 16) + slot * strides[layer] for layer in (1, 2) for slot in (4, 5)
+    ]
+
+
 def test_rows_with_something_between_them_stay_apart() -> None:
     """Padding between the rows of a source is not read."""
     _, local, _ = post([Move(0, slot, 1, slot, (slot,)) for slot in (3, 4)], (256,), padding=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from eplb_async.core.placement import Placement
@@ -251,3 +252,30 @@ def test_a_blocked_user_loop_does_not_hold_up_its_peers(start: Start, blocked: i
     print(f"blocked / free: {slowed / free:.2f}")
     assert slowed <= 1.3 * free
     assert ranks.all("check", current) == [0, 0]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("upto", [1, 6, 13])
+def test_i7_a_rank_killed_within_a_stretch_of_small_layers_leaves_one_layer_on_all(
+    start: Start, transport: str, upto: int
+) -> None:
+    """Layers of 3 x 256 KiB go together, eight at a time or so: the survivors end equal and migrate on without it."""
+    layers = 24
+    old, new, without = (Placement(np.tile(p.physical_to_logical_map[:1], (layers, 1)), ep_size=3) for p in trio())
+    slowly = {"max_bytes_per_second": 8 * MIB, "settle_timeout": 2.0}
+    ranks = start(old, row_bytes=(MIB // 4,), transport=transport, settings=slowly)
+    for rank in range(3):
+        ranks.send(rank, "migrate", new, 30.0)
+    while True:
+        ranks.send(0, "health")
+        health = ranks.receive(0)
+        assert not isinstance(health, Failure), health.text
+        if health["prepared"] >= upto:
+            break
+        time.sleep(0.01)
+    ranks.kill(2)
+    answers = [ranks.receive(rank) for rank in (0, 1)]
+    assert all(isinstance(answer, Failure) for answer in answers), answers
+    assert committed(ranks, old, new, [0, 1]) < layers
+    ranks.all("migrate", without, 60.0, ranks=[0, 1])
+    assert ranks.all("check", without, ranks=[0, 1]) == [0, 0]

@@ -116,6 +116,33 @@ def test_whoever_waits_gets_its_pieces_once_they_are_free(jobs: list[tuple[dict[
     run(main())
 
 
+def test_a_smaller_choice_is_taken_only_where_held_memory_leaves_no_room_for_the_larger() -> None:
+    """Used memory comes back, so it is waited for; held memory may never."""
+
+    async def main() -> None:
+        w = world()
+        large, small = {"DRAM": CAPACITY}, {"DRAM": 256}
+        used = w.staging.try_allocate(small)
+        assert used is not None
+        waiter = asyncio.ensure_future(w.staging.allocate(large, small))
+        await asyncio.sleep(1)
+        assert not waiter.done()
+        w.staging.free(used)
+        nth, pieces = await waiter
+        assert nth == 0
+        (piece,) = pieces
+        w.staging.leased = lambda start, end: start < piece.address + 256  # a READ may still write its first bytes
+        waiter = asyncio.ensure_future(w.staging.allocate(large, small))
+        await asyncio.sleep(1)
+        assert not waiter.done()
+        w.staging.free(pieces)
+        nth, pieces = await waiter
+        assert nth == 1
+        assert pieces[0].start >= 256
+
+    run(main())
+
+
 def test_a_cancelled_wait_takes_nothing() -> None:
     """Freed and cancelled in the same turn: the pieces stay free."""
 
