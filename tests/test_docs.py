@@ -7,6 +7,7 @@ import runpy
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,14 @@ import eplb_async
 from eplb_async import errors
 from eplb_async.core import messages
 from eplb_async.core.events import Phase
+from eplb_async.service import ServiceSettings
 from eplb_async.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-RUN = [DOCS / "testing.md", DOCS / "concepts.md", DOCS / "plan.md", DOCS / "policy.md"]
+WORKED = [DOCS / "concepts.md", DOCS / "plan.md", DOCS / "policy.md", DOCS / "service.md"]
+RUN = [DOCS / "testing.md", *WORKED]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^]]+\]\(([^)\s]+)\)")
 _TESTS = re.compile(r"`(tests/[\w/]+\.py)`(?: \(([^)]*)\))?")
@@ -49,11 +52,14 @@ def sources() -> str:
     return "\n".join(text_of(path) for folder in folders for path in sorted(folder.rglob("*.py")))
 
 
-def test_every_setting_is_in_the_table_with_its_default() -> None:
+@pytest.mark.parametrize(
+    ("page", "record", "prefix"),
+    [("settings.md", Settings, "EPLB_ASYNC_"), ("operating.md", ServiceSettings, "EPLB_ASYNC_SERVICE_")],
+)
+def test_every_setting_is_in_the_table_with_its_default(page: str, record: Any, prefix: str) -> None:
     """Name, variable and default of each field, and no row that is no setting."""
-    rows = re.findall(r"^\| `(\w+)` \| `(EPLB_ASYNC_\w+)` \| `([^`]+)` \|", text_of(DOCS / "settings.md"), re.MULTILINE)
-    expected = [(f.name, f"EPLB_ASYNC_{f.name.upper()}", repr(f.default)) for f in fields(Settings)]
-    assert rows == expected
+    rows = re.findall(r"^\| `(\w+)` \| `(EPLB_ASYNC_\w+)` \| `([^`]+)` \|", text_of(DOCS / page), re.MULTILINE)
+    assert rows == [(f.name, f"{prefix}{f.name.upper()}", repr(f.default)) for f in fields(record)]
 
 
 def test_every_public_error_is_explained() -> None:
@@ -130,7 +136,7 @@ def test_snippets_run(body: str) -> None:
     exec(compile(body, "snippet", "exec"), {"__name__": "snippet"})
 
 
-@pytest.mark.parametrize("page", [DOCS / "concepts.md", DOCS / "plan.md", DOCS / "policy.md"], ids=name_of)
+@pytest.mark.parametrize("page", WORKED, ids=name_of)
 def test_the_worked_example_prints_what_the_page_says(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The block after the example is its output."""
     exec(compile(next(blocks(page, "python")), str(page), "exec"), {})
