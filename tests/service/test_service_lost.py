@@ -92,6 +92,28 @@ def test_the_others_go_on_without_a_rank_that_is_lost(
     assert any(line.startswith(f"rank {lost}") and "Next: " in line for line in log.splitlines()), log
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_rank_that_stood_still_for_a_while_is_named_and_all_go_on(
+    start: Start, tmp_path: Path, transport: str, lost: int
+) -> None:
+    """SIGSTOP while it moves, then SIGCONT: nothing is decided without it, and nobody is fenced."""
+    ranks, board = begun(start, tmp_path, TWICE, transport)
+    ranks.call(lost, "run", MODULE, "moving", lost)
+    ranks.stop(lost)
+    named(ranks, lost, [rank for rank in range(3) if rank != lost])
+    ranks.resume(lost)
+    until(lambda: not any(health["degraded"] for health in ranks.all("health")))
+    before = moved(ranks, 0)
+    until(lambda: moved(ranks, 0) >= before + 2)
+    seen = stopped(ranks, board)
+    board.check()
+    assert seen[0]["applied"] == seen[1]["applied"] == seen[2]["applied"]
+    assert ranks.all("check") == [0, 0, 0]
+    assert {health["members"] for health in ranks.all("health")} == {(0, 1, 2)}
+
+
 NOT_ENOUGH = Placement(np.tile(np.arange(12), (3, 1)), ep_size=3)
 ALONE = Placement(np.tile([0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5], (3, 1)), ep_size=3)
 
