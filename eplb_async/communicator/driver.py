@@ -222,7 +222,13 @@ class Driver:
         member = self.roster.by_agent(agent)
         if member is not None and self.degraded.get(member.rank) != _DISCONNECTED:
             self.degraded[member.rank] = _DISCONNECTED
-            _log.warning("rank %d (%s) disconnected; its process died or closed", member.rank, agent)
+            _log.warning(
+                "rank %d (%s) disconnected; its process died or closed. Next: see its own log; to have it back, start "
+                "it again and await reconnect(%d) on every rank of the view meanwhile",
+                member.rank,
+                agent,
+                member.rank,
+            )
             # Not from within a send of the protocol's own commands.
             self._engine.loop.call_soon(self.lost, agent)
 

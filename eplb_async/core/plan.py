@@ -389,8 +389,8 @@ def _expand(count: _Longs) -> tuple[_Longs, _Longs]:
 
 def _lost_error(lost: NDArray[np.bool_], ranks: tuple[int, ...]) -> ExpertsLost:
     return ExpertsLost(
-        f"no source among ranks {_spell(ranks)} for {spell_experts(lost)}; pass load_expert to migrate() on every "
-        "rank to supply them, or wait for a rank that holds them",
+        f"no source among ranks {_spell(ranks)} for {spell_experts(lost)}; pass load_expert (to migrate(), or "
+        "to the service) on every rank to supply them, or bring back a rank that holds them",
         lost=_by_layer(np.argwhere(lost)),
     )
 

@@ -78,7 +78,8 @@ def ask(
     local = replicas // ranks
     if usable.sum() * local < experts:
         raise PlacementError(
-            f"{usable.sum()} of {ranks} ranks are left, with {usable.sum() * local} slots; {experts} experts do not fit"
+            f"{usable.sum()} of {ranks} ranks are left, with {usable.sum() * local} slots; {experts} experts do not "
+            "fit: bring a rank back, or open with more slots on each rank"
         )
     if groups % nodes or (usable.reshape(nodes, -1).sum(axis=1) * local < experts // nodes).any():
         groups = nodes = 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eplb_async.bench.probes import PROBES, alone, idle, latency, opening, planner, record, stopped
+from eplb_async.bench.probes import PROBES, alone, idle, latency, opening, planner, record, service, stopped
 from eplb_async.bench.probes.group import run, started
 
 
@@ -69,6 +69,19 @@ def test_the_record_probe_measures_every_kind_of_counts() -> None:
     assert {"int64", "torch int32", "int64, 4 threads", "int64, a layer changes each step"} <= set(found["record"])
     assert set(found["looks"]) == {"loads", "collect", "applied"}
     assert all(0 < one["p50_us"] <= one["p99_us"] for part in ("record", "looks") for one in found[part].values())
+    assert len(found["bars"]) == 1
+
+
+def test_a_round_of_the_service_makes_skewed_loads_more_even() -> None:
+    """As the ranks count them, and as the policy said; every byte is right."""
+    found = told(service, quick=True)
+    one = found["transports"]["auto"]
+    print({name: value for name, value in one.items() if not isinstance(value, dict)})
+    assert one["balancedness_before"] + 0.05 < one["balancedness_after"] <= 1
+    assert one["balancedness_after"] == pytest.approx(one["predicted_after"], abs=1e-3)
+    assert one["gigabytes"] > 0 == one["wrong_bytes"]
+    assert one["seconds"] == pytest.approx(one["ask"] + one["policy"] + one["migrate"], abs=1e-3)
+    assert 0 < one["forward_us"]["p50"] <= one["forward_us"]["p99"]
     assert len(found["bars"]) == 1
 
 

@@ -23,9 +23,9 @@ def everywhere(ranks: RankProcesses, function: str, *args: Any, only: Iterable[i
     return answers
 
 
-def serve(ranks: RankProcesses, gate: str = "", **settings: Any) -> None:
-    """Open a service on every rank."""
-    everywhere(ranks, "serve", settings, gate)
+def serve(ranks: RankProcesses, *, gate: str = "", loads: bool = False, metrics: bool = False, **settings: Any) -> None:
+    """Open a service on every rank; see ``serving.serve``."""
+    everywhere(ranks, "serve", settings, gate, loads, metrics)
 
 
 def stepping(ranks: RankProcesses, path: Path, **how: int) -> Board:

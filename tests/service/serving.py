@@ -11,15 +11,29 @@ from typing import Any
 
 from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
+from eplb_async.errors import RebalanceTimeout
 from eplb_async.service import EplbService, ServiceSettings
-from tests.service.engine import Engine, local_counts
+from eplb_async.testing.patterns import PatternWeights
+from tests.service.engine import ROWS, Engine, local_counts
+from tests.service.metrics import hook, scrape, watch
 
 _services: dict[int, EplbService] = {}
 _engines: dict[int, Engine] = {}
 
 
-async def serve(comm: AsyncEplbCommunicator, rank: int, settings: dict[str, Any], gate: str = "") -> None:
-    """Open the service; with a gate the policy waits for that file, and says that it does by one beside it."""
+async def serve(
+    comm: AsyncEplbCommunicator, rank: int, settings: dict[str, Any], gate: str, loads: bool, metrics: bool
+) -> None:
+    """Open the service.
+
+    Args:
+        comm: The communicator.
+        rank: This rank.
+        settings: Of the service.
+        gate: The policy waits for this file, and says that it does by one beside it; empty: it does not.
+        loads: Whether the service supplies experts that are lost.
+        metrics: Whether its events go to the metrics of `tests.service.metrics`.
+    """
 
     def wait(loads: Any, placement: Placement) -> Placement:
         from eplb_async.policy import rebalance_experts
@@ -32,8 +46,16 @@ async def serve(comm: AsyncEplbCommunicator, rank: int, settings: dict[str, Any]
         chosen = (placement.num_physical, 1, 1, placement.ep_size)
         return rebalance_experts(loads, *chosen, current=placement, min_gain=0.0, out=out).placement
 
-    policy = wait if gate else None
-    _services[rank] = await EplbService(comm, policy=policy, settings=ServiceSettings(**settings)).__aenter__()
+    service = EplbService(
+        comm,
+        policy=wait if gate else None,
+        settings=ServiceSettings(**settings),
+        load_expert=PatternWeights(comm.placement, rank, ROWS).load if loads else None,
+        telemetry=hook(rank) if metrics else None,
+    )
+    if metrics:
+        watch(service)
+    _services[rank] = await service.__aenter__()
 
 
 async def step(comm: AsyncEplbCommunicator, rank: int, path: str, ranks: int, how: dict[str, int]) -> None:
@@ -67,6 +89,41 @@ async def rebalance(comm: AsyncEplbCommunicator, rank: int, force: bool = False)
     report = asdict(await _services[rank].rebalance(force=force))
     report.pop("migration")
     return report
+
+
+async def ask(comm: AsyncEplbCommunicator, rank: int, force: bool, seconds: float) -> str:
+    """Ask for a round, and wait for so long; answers how it ended, or that it goes on."""
+    try:
+        return (await _services[rank].rebalance(force=force, timeout=seconds)).outcome
+    except RebalanceTimeout:
+        return "goes on"
+
+
+async def pause(comm: AsyncEplbCommunicator, rank: int, seconds: float) -> None:
+    """Pause for so long."""
+    _services[rank].pause()
+    await asyncio.sleep(seconds)
+    _services[rank].resume()
+
+
+async def moving(comm: AsyncEplbCommunicator, rank: int) -> None:
+    """Answer as soon as this rank moves."""
+    while _services[rank].health().phase != "moving":
+        await asyncio.sleep(0)
+
+
+async def held(comm: AsyncEplbCommunicator, rank: int) -> dict[str, int]:
+    """What the service holds, at rest."""
+    service = _services[rank]
+    buckets = list(service._window._buckets)
+    arrays = [array for bucket in buckets for array in (bucket.slots, bucket.experts) if array is not None]
+    return {
+        "window": sum(array.nbytes for array in arrays),
+        "buckets": len(buckets),
+        "waiters": len(service._waiters),
+        "round_tasks": len(service._runner._tasks),
+        "series": scrape(),
+    }
 
 
 async def health(comm: AsyncEplbCommunicator, rank: int) -> dict[str, Any]:

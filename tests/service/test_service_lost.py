@@ -1,4 +1,4 @@
-"""A rank is lost under load: it is named, the engines of the others go on, and balancing does, or it is said why not."""
+"""A rank is lost under load: it is named, the engines of the others go on, balancing too, or it is said why not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eplb_async.testing.processes import RankProcesses
 from tests.real.conftest import Start
 from tests.real.stepping import BEGUN, Board
 from tests.service.engine import ROWS
-from tests.service.ranks import everywhere, serve, stepping, stopped, until
+from tests.service.ranks import MODULE, everywhere, serve, stepping, stopped, until
 
 TWICE = Placement(np.tile(np.r_[0:8, 8:12, 0:4, 4:12], (3, 1)), ep_size=3)
 """Each of twelve experts on two of the three ranks."""
@@ -54,14 +54,16 @@ def moved(ranks: RankProcesses, rank: int) -> int:
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lost", [0, 2])
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", "killed while it moves", "stopped"])
 def test_the_others_go_on_without_a_rank_that_is_lost(
     start: Start, tmp_path: Path, transport: str, how: str, lost: int
 ) -> None:
     """SIGKILL: all by itself. SIGSTOP is no proof of a death: it takes the caller's word, and the rank is fenced."""
-    ranks, board = begun(start, tmp_path, TWICE, transport)
+    ranks, board = begun(start, tmp_path, TWICE, transport, loads=True)
     alive = tuple(rank for rank in range(3) if rank != lost)
-    ranks.kill(lost) if how == "killed" else ranks.stop(lost)
+    if "moves" in how:
+        ranks.call(lost, "run", MODULE, "moving", lost)
+    ranks.stop(lost) if how == "stopped" else ranks.kill(lost)
     seconds = named(ranks, lost, alive)
     print(f"\n{transport}, rank {lost} {how}: named after {seconds:.1f} s, watched every {WATCH} s")
     if how == "stopped":
@@ -70,7 +72,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(
         assert board.words[BEGUN].max() <= at + 1, "nobody steps without a member"
         ranks.all("exclude", lost, ranks=alive)
     for rank in alive:
-        ranks.send(rank, "run", "tests.service.serving", "emptied", lost)
+        ranks.send(rank, "run", MODULE, "emptied", lost)
     assert [ranks.receive(rank) for rank in alive] == [None, None]
     before = moved(ranks, alive[0])
     until(lambda: moved(ranks, alive[0]) >= before + 3)  # by the steps, as the skew moves on
@@ -87,8 +89,29 @@ def test_the_others_go_on_without_a_rank_that_is_lost(
     assert placements[0] == placements[1]
     assert (placements[0].local(lost) == -1).all()
     log = (tmp_path / f"rank{alive[0]}.log").read_text()
-    assert f"{lost}" in log
-    assert "Next:" in log, log
+    assert any(line.startswith(f"rank {lost}") and "Next: " in line for line in log.splitlines()), log
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_rank_that_stood_still_for_a_while_is_named_and_all_go_on(
+    start: Start, tmp_path: Path, transport: str, lost: int
+) -> None:
+    """SIGSTOP while it moves, then SIGCONT: nothing is decided without it, and nobody is fenced."""
+    ranks, board = begun(start, tmp_path, TWICE, transport)
+    ranks.call(lost, "run", MODULE, "moving", lost)
+    ranks.stop(lost)
+    named(ranks, lost, [rank for rank in range(3) if rank != lost])
+    ranks.resume(lost)
+    until(lambda: not any(health["degraded"] for health in ranks.all("health")))
+    before = moved(ranks, 0)
+    until(lambda: moved(ranks, 0) >= before + 2)
+    seen = stopped(ranks, board)
+    board.check()
+    assert seen[0]["applied"] == seen[1]["applied"] == seen[2]["applied"]
+    assert ranks.all("check") == [0, 0, 0]
+    assert {health["members"] for health in ranks.all("health")} == {(0, 1, 2)}
 
 
 NOT_ENOUGH = Placement(np.tile(np.arange(12), (3, 1)), ep_size=3)
@@ -99,7 +122,10 @@ ALONE = Placement(np.tile([0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5], (3, 1)), ep_size
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("placement", "why"),
-    [(NOT_ENOUGH, "slots"), (ALONE, "load_expert")],
+    [
+        (NOT_ENOUGH, "12 experts do not fit: bring a rank back"),
+        (ALONE, "experts 4, 5; pass load_expert (to migrate(), or to the service) on every rank"),
+    ],
     ids=["too few slots", "experts are lost"],
 )
 def test_what_the_others_cannot_do_is_said_each_round(

@@ -20,14 +20,12 @@ import pytest
 from eplb_async.core.placement import Placement
 from eplb_async.testing.placements import random_placement
 from eplb_async.testing.processes import Failure, RankProcesses, Spec
+from tests.soak.flat import KIB, judge
 
 SECONDS = float(os.environ.get("EPLB_ASYNC_SOAK_SECONDS", "600"))
 SEED = int(os.environ.get("EPLB_ASYNC_SOAK_SEED", "1"))
-KIB = 1 << 10
 SHAPE = {"num_layers": 3, "num_logical": 8, "num_local_experts": 4, "ep_size": 3}
 KILL_EVERY, SAMPLE_EVERY = 40.0, 10.0
-FLAT = ("fds", "threads", "shm", "handles", "leases", "registrations", "peers", "staging", "calls", "tasks")
-KIB_PER_MINUTE, WARM_KIB = 256, 2 * KIB
 COLUMNS = ("pid", "rss_kib", "kept_kib", "fds", "threads", "maps", "shm", "handles", "peers", "tasks", "objects")
 
 
@@ -182,11 +180,4 @@ def test_what_ranks_hold_stays_flat(tmp_path: Path) -> None:
         soak.go()
     print(f"seed {SEED}, {SECONDS:.0f} s: {dict(soak.done)}")
     for rank, life in soak.lives():
-        first, last = life[0][1], life[-1][1]
-        minutes = (life[-1][0] - life[0][0]) / 60
-        kib = last["rss_kib"] - first["rss_kib"]
-        print(f"rank {rank}, process {first['pid']}: {minutes:.1f} min, RSS {kib:+} KiB")
-        for name in FLAT:
-            found = {counts[name] for _, counts in life}
-            assert max(found) - min(found) <= (2 if name in ("fds", "maps") else 0), (rank, name, found)
-        assert kib <= WARM_KIB + KIB_PER_MINUTE * minutes, f"rank {rank}: RSS grew by {kib} KiB in {minutes:.1f} min"
+        judge(rank, life)

@@ -4,5 +4,5 @@ Each module has ``NAME`` and ``measure(*, quick) -> dict`` with JSON-able values
 ``python -m eplb_async.bench.probes.latency [--quick]``.
 """
 
-PROBES = ("latency", "idle", "opening", "stopped", "verify", "planner", "record")
+PROBES = ("latency", "idle", "opening", "stopped", "verify", "planner", "record", "service")
 """The modules of this package that measure, in the order in which the bench runs them."""
