@@ -35,7 +35,7 @@ _LEAP = 1 << 40
 _RENUMBERINGS = 3
 _TIMES = 5
 """How often within the timeout something is said that may be lost."""
-_OPEN_THERE = "is an EplbService open there, and its loop running?"
+_OPEN_THERE = "see whether an EplbService is open there, and its loop runs"
 
 
 @dataclass(slots=True)
