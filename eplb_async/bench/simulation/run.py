@@ -81,6 +81,7 @@ def scaled(settings: Settings) -> Settings:
 
     The poller sleeps between what it is woken for: the fabric knows when something comes.
     """
+    stretch = settings.max_stretch_bytes * _POST_BYTES // settings.max_post_bytes
     in_flight = {
         field.name: max(1, getattr(settings, field.name) // settings.max_post_bytes) * _POST_BYTES
         for field in fields(settings)
@@ -88,6 +89,7 @@ def scaled(settings: Settings) -> Settings:
     }
     return replace(
         settings,
+        max_stretch_bytes=stretch,
         **in_flight,
         secret=_SECRET,
         max_post_bytes=_POST_BYTES,
