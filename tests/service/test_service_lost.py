@@ -193,5 +193,6 @@ def test_what_the_others_cannot_do_is_said_each_round(
     lines = [line for line in log.splitlines() if why in line]
     print("\n".join(lines[-2:]))
     assert len(lines) >= 3, log
+    assert "Traceback" not in log, "what the default policy cannot do is no bug"
     board.check((0, 1))
     assert set(ranks.all("placement", ranks=(0, 1))) == {placement}
