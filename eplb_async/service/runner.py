@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
 from eplb_async.communicator.loading import LoadExpert
-from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError, describe
+from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, EplbError, PlacementError, WeightsError, describe
 from eplb_async.service.actions import Action, Collect, Decide, End, Move, Send, Stop
 from eplb_async.service.decision import Policy, decide
 from eplb_async.service.payloads import TOPIC, Loads, PayloadError, Verdict, decode
@@ -248,7 +248,8 @@ class Runner:
         except Exception as error:
             if self.rounds.stage == "deciding":
                 self._cause = error
-            _log.exception("rank %d: the policy failed in round %d", self.rounds.rank, action.round)
+            if self._policy is not None or not isinstance(error, EplbError):  # else the reason says it all
+                _log.exception("rank %d: the policy failed in round %d", self.rounds.rank, action.round)
             why = f"the policy failed: {describe(error)}"
             verdict = Verdict(term=0, round=0, outcome="failed", reason=why)
         self._decided(action.round, verdict)

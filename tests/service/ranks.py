@@ -23,9 +23,17 @@ def everywhere(ranks: RankProcesses, function: str, *args: Any, only: Iterable[i
     return answers
 
 
-def serve(ranks: RankProcesses, *, gate: str = "", loads: bool = False, metrics: bool = False, **settings: Any) -> None:
+def serve(
+    ranks: RankProcesses,
+    *,
+    gate: str = "",
+    loads: bool = False,
+    metrics: bool = False,
+    only: Iterable[int] = (),
+    **settings: Any,
+) -> None:
     """Open a service on every rank; see ``serving.serve``."""
-    everywhere(ranks, "serve", settings, gate, loads, metrics)
+    everywhere(ranks, "serve", settings, gate, loads, metrics, only=only)
 
 
 def stepping(ranks: RankProcesses, path: Path, **how: int) -> Board:

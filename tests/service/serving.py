@@ -59,8 +59,10 @@ async def serve(
 
 
 async def step(comm: AsyncEplbCommunicator, rank: int, path: str, ranks: int, how: dict[str, int]) -> None:
-    """Have this rank's engine step."""
-    _engines[rank] = Engine(_services[rank], path, rank, ranks, base=comm.health().step, **how)
+    """Have this rank's engine step; where ``how`` has a ``base``, that is the last step that was run on all ranks."""
+    if "base" in how:
+        _services[rank].idle(how["base"])
+    _engines[rank] = Engine(_services[rank], path, rank, ranks, **({"base": comm.health().step} | how))
     _engines[rank].start()
 
 
@@ -139,6 +141,12 @@ async def settled(comm: AsyncEplbCommunicator, rank: int) -> None:
 async def emptied(comm: AsyncEplbCommunicator, dead: int) -> None:
     """Answer when a rank holds nothing any more."""
     while (comm.placement.local(dead) >= 0).any():
+        await asyncio.sleep(0.01)
+
+
+async def filled(comm: AsyncEplbCommunicator, back: int) -> None:
+    """Answer when a rank holds something again."""
+    while (comm.placement.local(back) < 0).all():
         await asyncio.sleep(0.01)
 
 

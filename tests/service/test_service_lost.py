@@ -21,15 +21,23 @@ TWICE = Placement(np.tile(np.r_[0:8, 8:12, 0:4, 4:12], (3, 1)), ep_size=3)
 """Each of twelve experts on two of the three ranks."""
 SETTINGS = {"activation": "step", "step_margin": 2, "idle_tick": 0.1}
 WATCH = 0.2
+ROUNDS: dict[str, Any] = {
+    "step_interval": 150,
+    "window_steps": 100,
+    "min_interval": 0.0,
+    "backoff": 0.2,
+    "backoff_max": 0.2,
+    "watch_interval": WATCH,
+}
 
 
 def begun(
-    start: Start, folder: Path, placement: Placement, transport: str, **settings: Any
+    start: Start, folder: Path, placement: Placement, transport: str, *, loads: bool = False
 ) -> tuple[RankProcesses, Board]:
     """Engines that step under services, at some step before the first round."""
-    ranks = start(placement, transport=transport, settings=SETTINGS, row_bytes=ROWS, loop="uvloop", logs=str(folder))
-    chosen = {"step_interval": 150, "window_steps": 100, "min_interval": 0.0, "backoff": 0.2, "backoff_max": 0.2}
-    serve(ranks, watch_interval=WATCH, **(chosen | settings))
+    loop = "uvloop" if transport == "tcp" else "asyncio"
+    ranks = start(placement, transport=transport, settings=SETTINGS, row_bytes=ROWS, loop=loop, logs=str(folder))
+    serve(ranks, loads=loads, **ROUNDS)
     board = stepping(ranks, folder / "board", period=100)
     until(lambda: board.words[BEGUN].min() >= 20)
     return ranks, board
@@ -45,6 +53,14 @@ def named(ranks: RankProcesses, lost: int, alive: Iterable[int]) -> float:
         assert answer["status"] == 503, answer
         assert lost in [problem.get("rank") for problem in answer["body"]["problems"]], answer
     return seconds
+
+
+def everywhere_of(ranks: RankProcesses, function: str, of: int, asked: Iterable[int]) -> None:
+    """Wait until ranks say something of another one."""
+    for rank in asked:
+        ranks.send(rank, "run", MODULE, function, of)
+    answers = [ranks.receive(rank) for rank in asked]
+    assert not any(answers), answers
 
 
 def moved(ranks: RankProcesses, rank: int) -> int:
@@ -71,9 +87,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(
         assert {health["members"] for health in ranks.all("health", ranks=alive)} == {(0, 1, 2)}
         assert board.words[BEGUN].max() <= at + 1, "nobody steps without a member"
         ranks.all("exclude", lost, ranks=alive)
-    for rank in alive:
-        ranks.send(rank, "run", MODULE, "emptied", lost)
-    assert [ranks.receive(rank) for rank in alive] == [None, None]
+    everywhere_of(ranks, "emptied", lost, alive)
     before = moved(ranks, alive[0])
     until(lambda: moved(ranks, alive[0]) >= before + 3)  # by the steps, as the skew moves on
     if how == "stopped":
@@ -114,6 +128,38 @@ def test_a_rank_that_stood_still_for_a_while_is_named_and_all_go_on(
     assert {health["members"] for health in ranks.all("health")} == {(0, 1, 2)}
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_rank_that_comes_back_steps_with_the_others_and_is_filled(
+    start: Start, tmp_path: Path, transport: str, lost: int
+) -> None:
+    """What the log says to do: the engines rest, its process starts again, and all reconnect."""
+    ranks, board = begun(start, tmp_path, TWICE, transport)
+    alive = tuple(rank for rank in range(3) if rank != lost)
+    ranks.kill(lost)
+    everywhere_of(ranks, "emptied", lost, alive)
+    stopped(ranks, board, only=alive)
+    board.check(alive)
+    steps = {health["step"] for health in ranks.all("health", ranks=alive)}
+    assert len(steps) == 1
+    ranks.start(lost, ranks.call(alive[0], "placement"))
+    ranks.send(lost, "open")
+    ranks.all("reconnect", lost, 30.0, ranks=alive)
+    assert ranks.receive(lost) is None
+    serve(ranks, only=[lost], **ROUNDS)
+    board = stepping(ranks, tmp_path / "again", period=100, base=steps.pop())
+    everywhere_of(ranks, "filled", lost, range(3))
+    before = moved(ranks, lost)
+    until(lambda: moved(ranks, lost) >= before + 2)
+    seen = stopped(ranks, board)
+    board.check()
+    assert seen[0]["applied"] == seen[1]["applied"] == seen[2]["applied"]
+    assert ranks.all("check") == [0, 0, 0]
+    assert len(set(ranks.all("placement"))) == 1
+    assert all(not health["degraded"] for health in ranks.all("health"))
+
+
 NOT_ENOUGH = Placement(np.tile(np.arange(12), (3, 1)), ep_size=3)
 ALONE = Placement(np.tile([0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5], (3, 1)), ep_size=3)
 
@@ -147,5 +193,6 @@ def test_what_the_others_cannot_do_is_said_each_round(
     lines = [line for line in log.splitlines() if why in line]
     print("\n".join(lines[-2:]))
     assert len(lines) >= 3, log
+    assert "Traceback" not in log, "what the default policy cannot do is no bug"
     board.check((0, 1))
     assert set(ranks.all("placement", ranks=(0, 1))) == {placement}

@@ -40,7 +40,8 @@ def test_thousands_of_steps_through_services_change_layers_between_the_same_two(
     """Random delays, pauses, idle phases and dummy steps; rounds come by the steps, and the skew moves on."""
     placement = Placement.initial(4, 12, ep_size=3, num_redundant=3)
     settings = {"activation": "step", "step_margin": 2}
-    ranks = start(placement, transport=transport, settings=settings, row_bytes=ROWS, loop="uvloop")
+    loop = "uvloop" if transport == "tcp" else "asyncio"
+    ranks = start(placement, transport=transport, settings=settings, row_bytes=ROWS, loop=loop)
     serve(ranks, step_interval=80, window_steps=80, min_interval=0.0)
     board = stepping(ranks, tmp_path / "board", seed=5)
     until(lambda: board.words[BEGUN].min() >= STEPS, 300.0)
