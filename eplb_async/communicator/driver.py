@@ -7,28 +7,28 @@ keeps the timers, and turns outcomes into results and errors. Everything here ru
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol as Interface
 
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.chatter import Chatter
 from eplb_async.communicator.degraded import Degraded
+from eplb_async.communicator.early import Early
 from eplb_async.communicator.members import Identity, Member, Roster, start_of
-from eplb_async.communicator.outbox import Outbox
+from eplb_async.communicator.post import Post
 from eplb_async.communicator.report import View
+from eplb_async.communicator.standing import Standing, standing_of
 from eplb_async.communicator.steps import Steps
+from eplb_async.communicator.strides import Strides
 from eplb_async.communicator.using import Users
+from eplb_async.communicator.wakeups import Wakeups
 from eplb_async.communicator.watch import Watch
-from eplb_async.communicator.watchdog import Standing
 from eplb_async.core import events, messages
 from eplb_async.core.events import Phase, Proof
 from eplb_async.core.protocol import Protocol
 from eplb_async.core.wire import Codec, WireError
-from eplb_async.core.words import Assembly
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import (
     CommunicatorClosed,
@@ -43,23 +43,6 @@ from eplb_async.telemetry.emitter import Emit
 
 _log = logging.getLogger("eplb_async.communicator")
 _DISCONNECTED = "disconnected"
-_MAX_EARLY = 16  # of each rank
-_NOT_KEPT = (messages.Ping, messages.Pong, messages.Word)  # they are sent again, or nobody can have subscribed yet
-_QUIET = (Phase.IDLE, Phase.CLOSED, Phase.FENCED)
-_LASTING = ("idle", "closed", "fenced")
-
-
-class Reader(Interface):
-    """Takes mail."""
-
-    def wants(self, topic: int) -> bool:
-        """Whether it takes what is about that topic."""
-
-    def deliver(self, sender: int, topic: int, payload: bytes) -> int:
-        """Takes a message; returns how many failed at it."""
-
-    def view_changed(self) -> None:
-        """There is another view, or this rank is in none any more."""
 
 
 class Driver:
@@ -92,7 +75,7 @@ class Driver:
     ) -> None:
         self.identity = identity
         self.steps = steps
-        self._users = users
+        self.users = users
         self.roster = roster
         self.settings = settings
         self.degraded = Degraded(emit)
@@ -107,8 +90,8 @@ class Driver:
         self.has_met: Callable[[Member], bool] = lambda _: True
         self.opened = False
         self.returning = False
-        self._early: list[messages.Message] = []
-        self._early_of: Counter[int] = Counter()
+        self.close_by: float | None = None
+        self._early = Early()
         self._engine = engine
         self._codec = Codec(key, ep_size=identity.ep_size, num_layers=num_layers)
         self.protocol = Protocol(
@@ -120,29 +103,21 @@ class Driver:
             majority_rule=settings.majority_rule,
         )
         self.view = View(0, tuple(range(identity.ep_size)))
-        self.reader: Callable[[], Reader | None] = lambda: None
-        self.outbox = Outbox(engine, send=self._say, ping=self._ping, interval=settings.ping_interval / 4)
+        self.post = Post(self, engine)
+        self.wakeups = Wakeups(self, engine.loop)
+        self.strides = Strides(self, engine.loop)
         self.watch = Watch(
             engine.loop,
             idle_tick=settings.idle_tick,
             members=self._watched,
             greet=self._greet,
-            ping=self._ping,
+            ping=self.ping,
             degraded=self.degraded,
         )
-        self._assembly = Assembly(self.dropped)
         self._chatter = Chatter(settings.ping_interval)
-        self._timer: asyncio.TimerHandle | None = None
-        self._wakes_at: float | None = None
-        self._serving = contextlib.ExitStack()
-        self._served: Endpoint | None = None
-        self._linger_until = 0.0
         self._changed = asyncio.Event()
-        self._strides: dict[int, int] = {}
-        self._asking: asyncio.TimerHandle | None = None
-        self.close_by: float | None = None
         self.on_standing: Callable[[Standing], object] = lambda _: None
-        self.standing = self._stand()
+        self.standing = standing_of(self, None, engine.loop.time())
 
     # -------------------------------------------------------------------------------------- what goes in
     def notification(self, agent: str, data: bytes) -> bool:
@@ -163,10 +138,7 @@ class Driver:
             self.on_introduction(message)
         elif self.opened or self.returning:
             self._hear(message)
-        elif not isinstance(message, _NOT_KEPT) and self._early_of[message.sender] < _MAX_EARLY:
-            self._early.append(message)
-            self._early_of[message.sender] += 1
-        else:
+        elif not self._early.keep(message):
             self.dropped["early"] += 1
         return isinstance(message, messages.Pong)
 
@@ -182,40 +154,22 @@ class Driver:
                 self.lost(member.peer.name)
 
     def _hear_early(self) -> None:
-        early, self._early = self._early, []
-        self._early_of.clear()
-        for message in early:
+        for message in self._early.take():
             self._hear(message)
 
     def _hear(self, message: messages.Message) -> None:
         if self.roster.same_start(message.sender, message.sender_incarnation):
             self._chatter.heard(message.sender)
             self.watch.heard(message.sender)
-            self.outbox.heard(message.sender)
+            self.post.outbox.heard(message.sender)
             if isinstance(message, messages.Word):
-                self._hear_word(message)
+                self.post.take(message)
                 return
             if isinstance(message, messages.Ping | messages.Pong):
-                self._strides[message.sender] = message.stride
+                self.strides.heard[message.sender] = message.stride
             self.feed(events.Received(message))
         else:
             self.dropped["another incarnation"] += 1
-
-    def _hear_word(self, word: messages.Word) -> None:
-        """A part of mail: it moves nothing of the protocol."""
-        view, reader = self.view, self.reader()
-        if self.over:
-            self.dropped["over"] += 1
-        elif word.sender not in view.members:
-            self.dropped["foreign"] += 1
-        elif word.term != view.term:
-            self.dropped["stale" if word.term < view.term else "early"] += 1
-        elif reader is None or not reader.wants(word.topic):
-            self.dropped["unsubscribed"] += 1
-        else:
-            self._stay_awake()
-            if (payload := self._assembly.add(word)) is not None:
-                self.dropped["subscriber failed"] += reader.deliver(word.sender, word.topic, payload)
 
     def disconnected(self, agent: str) -> None:
         """NIXL says that an agent is gone: proof, if it is its rank's current one."""
@@ -259,8 +213,13 @@ class Driver:
             self._do(command)
         if self.steps is not None and self.protocol.prepared <= self.protocol.committed:
             self.steps.decide()
-        self._settle_timers()
+        self.settle()
         self.note()
+
+    def settle(self) -> None:
+        """Set the timers by how things stand now."""
+        self.strides.settle()
+        self.wakeups.settle()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()`` holds; it is looked at after every event."""
@@ -315,22 +274,8 @@ class Driver:
             self.last_error = str(error)
             _log.warning("cannot send %s to rank %d: %s", type(message).__name__, to, error)
 
-    def _say(self, to: int, word: messages.Word) -> bool:
-        """Send a part of mail, in this view; returns False if that rank gets none."""
-        here = self.identity.rank
-        if self.over or to not in self.view.members or to in self.protocol.gone:
-            self.dropped["unsendable"] += 1
-            return False
-        word = replace(word, term=self.view.term, sender=here)
-        if to == here:
-            self.outbox.heard(here)
-            self._hear_word(word)
-        else:
-            self._stay_awake()
-            self.send(to, word)
-        return True
-
-    def _ping(self, to: int) -> None:
+    def ping(self, to: int) -> None:
+        """Ask a rank whether it is there."""
         self.send(to, messages.Ping(term=self.protocol.term))
 
     def _greet(self, to: int) -> None:
@@ -347,13 +292,6 @@ class Driver:
         protocol = self.protocol
         return frozenset() if self.over else protocol.members - protocol.gone - {self.identity.rank}
 
-    def _stay_awake(self) -> None:
-        """Mail is answered: look for it often, for as long as an idle rank may take to see what it was sent."""
-        until = self._engine.loop.time() + 2 * self.settings.idle_tick
-        if until > self._linger_until + self.settings.idle_tick / 2 and not self.over:
-            self._linger_until = until
-            self._settle_timers()
-
     # -------------------------------------------------------------------------------------- what comes out
     def _do(self, command: events.Command) -> None:
         attempt = self.attempt
@@ -369,8 +307,7 @@ class Driver:
             case events.Ended():
                 if attempt is not None:
                     if not command.complete:
-                        # Peers may still read from us (I-17).
-                        self._linger_until = max(self._linger_until, self._engine.loop.time() + 1.0)
+                        self.wakeups.linger(1.0)  # peers may still read from us (I-17)
                     self._engine.spawn(self._finish(attempt, command), "end of an epoch")
             case events.InDoubt(reason):
                 self.last_error = reason
@@ -387,10 +324,9 @@ class Driver:
                     )
             case events.Installed(term, members):
                 _log.info("view %d: members %s", term, sorted(members))
-                self._assembly.clear()
-                self.dropped["unsendable"] += self.outbox.clear()
+                self.post.clear()
                 self.view = View(term, tuple(sorted(members)))
-                self._tell_view()
+                self.post.tell_view()
                 if self.steps is not None:
                     self.steps.term = term
                 self.on_installed(members)
@@ -413,7 +349,7 @@ class Driver:
                 self.attempt = None
             if attempt.cause is not None:
                 self.last_error = describe(attempt.cause)
-            self._settle_timers()
+            self.settle()
             self.note()
         if attempt.told and self.emit is not None:
             layers = attempt.plan.new.num_layers
@@ -430,108 +366,25 @@ class Driver:
         self.over = why
         if self.steps is not None:
             self.steps.end(why)
-        if self._users is not None:
-            self._users.end(why)
+        if self.users is not None:
+            self.users.end(why)
         if why != "closed":
             self.last_error = why
             _log.error("this rank is out of the group, which goes on without it: %s", why)
         if self.attempt is not None:
             self.attempt.fail(CommunicatorClosed(f"the communicator is {why}"))
-        self._tell_view()
+        self.post.tell_view()
         self.note()
-
-    def _tell_view(self) -> None:
-        if (reader := self.reader()) is not None:
-            reader.view_changed()
-
-    def behind(self) -> tuple[int, ...]:
-        """Members that have come least far among the steps, this rank included, and those not heard of yet."""
-        assert self.steps is not None
-        heard = dict(self._strides)
-        strides = {rank: heard.get(rank, -1) for rank in self.protocol.members - self.protocol.gone}
-        strides[self.identity.rank] = self.steps.come
-        least = min(stride for stride in strides.values() if stride >= 0)
-        return tuple(sorted(rank for rank, stride in strides.items() if stride <= least))
-
-    def _ask_strides(self) -> None:
-        """While a layer waits for its step: ask the others where they stand, again and again."""
-        self._asking = None
-        if self.steps is None or not self.steps.waiting or self.over:
-            return
-        for rank in self.protocol.members - {self.identity.rank}:
-            self._ping(rank)
-        self._asking = self._engine.loop.call_later(self.settings.ping_interval, self._ask_strides)
-
-    def _settle_timers(self) -> None:
-        if self.steps is not None and self._asking is None and self.steps.waiting:
-            self._strides.clear()
-            self._asking = self._engine.loop.call_later(self.settings.ping_interval, self._ask_strides)
-        now = self._engine.loop.time()
-        wakeup = self.protocol.next_wakeup
-        lingers = now < self._linger_until
-        at = self._linger_until if wakeup is None and lingers else wakeup
-        if at != self._wakes_at:  # a coordinator is fed once for each vote: most leave the time as it is
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = None if at is None else self._engine.loop.call_at(max(at, now), self._wake)
-            self._wakes_at = at
-        busy = self.protocol.phase not in _QUIET or self.attempt is not None or wakeup is not None or lingers
-        wanted = self.endpoint if busy and self.endpoint is not None and not self.endpoint.closed else None
-        if wanted is not self._served:
-            self._serving.close()
-            if wanted is not None:
-                self._serving.enter_context(wanted.serving())
-            self._served = wanted
-
-    def _wake(self) -> None:
-        self._timer = self._wakes_at = None
-        if self.protocol.next_wakeup is None:
-            self._settle_timers()
-        else:
-            self.feed(events.Tick())
 
     def note(self) -> None:
         """Something happened: say where this rank stands, and wake whoever waits."""
-        self.standing = self._stand()
+        self.standing = standing_of(self, self.standing, self._engine.loop.time())
         self.on_standing(self.standing)
         self._changed.set()
-
-    def _stand(self) -> Standing:
-        attempt, phase = self.attempt, self._phase()
-        before: Standing | None = getattr(self, "standing", None)
-        since = self._engine.loop.time() if before is None or before.phase != phase else before.since
-        if phase in _LASTING:
-            deadline = None
-        elif phase == "closing":
-            deadline = self.close_by
-        elif attempt is not None and phase in ("joined", "open", "activating"):
-            deadline = attempt.deadline
-            if phase == "activating" and deadline <= since:  # of an epoch that ended at its deadline
-                deadline = since + self.settings.activation_timeout
-        else:
-            deadline = since + self.settings.settle_timeout
-        return Standing(phase=phase, since=since, deadline=deadline)
-
-    def _phase(self) -> str:
-        protocol, phase = self.protocol, self.protocol.phase
-        if phase not in (Phase.CLOSED, Phase.FENCED):
-            if self.over:
-                phase = Phase.CLOSED
-            elif self.identity.rank in protocol.leaving:
-                return "closing"
-            elif phase is Phase.IDLE and self.attempt is not None:
-                if (self.steps is not None and self.steps.waiting) or (self._users is not None and self._users.waiting):
-                    return "activating"
-                phase = Phase.SETTLING
-            elif phase is Phase.IDLE and protocol.view_changing:
-                return "view_change"
-        return str(phase.value)
 
     def stop(self) -> None:
         """No more timers."""
         self.watch.stop()
-        self.outbox.stop()
-        for timer in (self._timer, self._asking):
-            if timer is not None:
-                timer.cancel()
-        self._serving.close()
+        self.post.outbox.stop()
+        self.strides.stop()
+        self.wakeups.stop()

@@ -66,7 +66,7 @@ class AsyncEplbCommunicator:
         self._closing: asyncio.Future[tuple[str, ...]] | None = None
         self._steps = session.steps
         self._mail = Mail(engine, session.driver)
-        session.driver.reader = weakref.ref(self._mail)  # what a subscriber holds may hold this
+        session.driver.post.reader = weakref.ref(self._mail)  # what a subscriber holds may hold this
         self._uses = None if session.users is None else session.users.uses
         self._listeners = Listeners()
         session.listeners = weakref.ref(self._listeners)

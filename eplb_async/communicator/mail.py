@@ -72,7 +72,7 @@ class Mail:
         self._engine.check_process()
         if self._closed or self._driver.over:
             raise CommunicatorClosed(f"mail to rank {rank}: the communicator is {self._driver.over or 'closed'}")
-        self._driver.outbox.put(rank, topic, payload)
+        self._driver.post.outbox.put(rank, topic, payload)
 
     def subscribe(self, topic: int, callback: Callback) -> Callable[[], None]:
         """Have ``callback(sender, payload)`` called for each message about a topic.

@@ -357,7 +357,7 @@ class Session:
             max_bytes_per_second=self.throttle.bytes_per_second,
             step=0 if self.steps is None else self.steps.number,
             due=(due := {} if self.steps is None else self.steps.waiting),
-            behind=driver.behind() if due else (),
+            behind=driver.strides.behind() if due else (),
             in_use={} if self.users is None else self.users.waiting,
             callback_errors=self.callback_errors,
             half_written=tuple(sorted(self.owner.half_written)),
@@ -563,7 +563,7 @@ class Session:
         if self.steps is None or not (due := self.steps.waiting):
             return None
         layer, at = min(due.items())
-        behind = self.driver.behind()
+        behind = self.driver.strides.behind()
         committed = max(due) + 1
         return ActivationTimeout(
             f"layer {layer} is committed, and step {at}, before which it is to be applied, did not come within "
@@ -614,7 +614,7 @@ class Session:
         why = f"timed out after {timeout:g} s: an earlier migration or a view change had not settled"
         if self.steps is not None and (due := self.steps.waiting):
             waits = ", ".join(f"layer {layer} for step {at}" for layer, at in due.items())
-            why += f" ({waits} waits; least far are ranks {list(self.driver.behind())})"
+            why += f" ({waits} waits; least far are ranks {list(self.driver.strides.behind())})"
         if self.users is not None and (in_use := self.users.waiting):
             why += f" ({_waits_for_users(in_use)})"
         return MigrationTimeout(f"{what} not begun: {why}", origin=rank, reason=why)

@@ -1,4 +1,4 @@
-"""Where a rank stands, and one line in the log when it stands there for long.
+"""One line in the log when a rank stands in one phase for long.
 
 There is a timer only while a phase lasts that is to end: an idle rank has none.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from eplb_async.communicator.report import Health
+from eplb_async.communicator.standing import Standing
 
 _log = logging.getLogger("eplb_async.watchdog")
 _HAIR = 1.01
@@ -27,21 +27,6 @@ _ADVICE = {
     "in_doubt": "say with exclude(rank) which ranks are dead; until a view decides, nothing is applied",
     "closing": "nothing: aclose() ends by itself, with those ranks or without",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Where a rank stands, at one moment.
-
-    Attributes:
-        phase: As in ``Health``.
-        since: Loop time at which that phase began.
-        deadline: Loop time by which it should be over; ``None`` if it may last.
-    """
-
-    phase: str
-    since: float
-    deadline: float | None
 
 
 class Watchdog:

@@ -362,7 +362,7 @@ def test_a_new_view_ends_what_was_under_way() -> None:
             came = subscribed(cluster)
             plan.drop_notif("default/1.", receiver="default/0.", nth=1)
             cluster.comms[1].mail.send(0, TOPIC, bytes(100_000))
-            await until(lambda: len(cluster.comms[0]._session.driver._assembly) == 1)
+            await until(lambda: len(cluster.comms[0]._session.driver.post.assembly) == 1)
             cluster.stop(1)
             for _ in range(3):
                 cluster.comms[0].mail.send(1, TOPIC, bytes(MAX_MAIL))
@@ -374,7 +374,7 @@ def test_a_new_view_ends_what_was_under_way() -> None:
             await until(lambda: all(comm.view.members == (0, 1) for comm in cluster.comms[:2]))
             counted = dropped(cluster, 0)
             assert counted["incomplete"] == 1
-            assert len(cluster.comms[0]._session.driver._assembly) == 0
+            assert len(cluster.comms[0]._session.driver.post.assembly) == 0
             assert counted["unsendable"] >= 2  # at 2 MiB for each time that rank 1 was heard, the last could not go
             cluster.comms[0].mail.send(1, TOPIC, b"new")
             cluster.comms[1].mail.send(0, TOPIC, b"new")
@@ -568,7 +568,7 @@ def test_mail_of_a_closed_communicator_ends_with_it() -> None:
             await cluster.comms[0].aclose(1.0)
             with pytest.raises(CommunicatorClosed):
                 cluster.comms[0].mail.send(1, TOPIC, b"")
-            outbox = cluster.comms[0]._session.driver.outbox
+            outbox = cluster.comms[0]._session.driver.post.outbox
             assert outbox._timer is None
             assert not outbox._lines
             cluster.resume(1)

@@ -286,6 +286,6 @@ def test_greetings_leave_the_protocol_and_the_steps_alone() -> None:
             watch(cluster, 1.0)
             await asyncio.sleep(10.0)
             assert [comm._session.driver.protocol.snapshot() for comm in cluster.comms] == before
-            assert cluster.comms[0]._session.driver._strides == {1: 15, 2: 1}
+            assert cluster.comms[0]._session.driver.strides.heard == {1: 15, 2: 1}
 
     run(main())
