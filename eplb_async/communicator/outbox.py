@@ -114,6 +114,8 @@ class Outbox:
             return
         with self._lock:
             self._held.discard(rank)
+            if not line.letters:
+                return
             self._ready.append(rank)
             post, self._pumping = not self._pumping, True
         if post:
@@ -155,8 +157,8 @@ class Outbox:
             self._serial += 1
             letter.words = cut(letter.payload, topic=letter.topic, serial=self._serial)
         word = next(letter.words)
-        line.unheard += len(word.data) + _ENVELOPE
         goes = self._send(rank, word)
+        line.unheard += len(word.data) + _ENVELOPE if goes else 0
         with self._lock:
             if not goes or word.part == word.parts - 1:
                 line.letters.popleft()

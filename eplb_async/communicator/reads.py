@@ -302,6 +302,8 @@ def _origin(job: Job, batch: Batch) -> Origin:
 def _descriptors(job: Job, batch: Batch, piece: Piece, source: Member) -> tuple[Descriptors, Descriptors, str]:
     """Where a batch goes and where it comes from; rows that are neighbours on both sides are one descriptor.
 
+    Layers stay apart even where one begins behind the other: each is registered by itself, and NIXL reads no further.
+
     Returns:
         Two lists ``[n, 3]``, and NIXL's memory type of the source's side.
     """
@@ -322,7 +324,7 @@ def _descriptors(job: Job, batch: Batch, piece: Piece, source: Member) -> tuple[
     theirs = start + job.moves.source_slot[move] * stride + offset
     first = np.ones(len(move), dtype=np.bool_)
     first[1:] = (ours[1:] != ours[:-1] + length[:-1]) | (theirs[1:] != theirs[:-1] + length[:-1])
-    first[1:] |= tensor[1:] != tensor[:-1]
+    first[1:] |= (tensor[1:] != tensor[:-1]) | (layer[1:] != layer[:-1])
     at = np.flatnonzero(first)
     local, remote = np.empty((2, len(at), 3), dtype=np.uint64)
     local[:, 0], remote[:, 0] = ours[at], theirs[at]

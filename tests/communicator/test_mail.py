@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from eplb_async.communicator import MAX_MAIL, AsyncEplbCommunicator, MigrationReport, View
+from eplb_async.communicator import MAX_MAIL, AsyncEplbCommunicator, MigrationReport, View, outbox
 from eplb_async.core import wire
 from eplb_async.core.messages import Word
 from eplb_async.core.placement import Placement
@@ -394,6 +394,40 @@ def test_a_member_that_died_is_found_by_the_mail_to_it() -> None:
             cluster.comms[0].mail.send(2, TOPIC, bytes(MAX_MAIL))
             await until(lambda: all(comm.view.members == (0, 1) for comm in cluster.comms[:2]))
             assert cluster.comms[0].health().degraded == {2: "disconnected"}
+
+    run(main())
+
+
+def test_a_line_that_is_held_with_nothing_in_it_holds_up_nobody() -> None:
+    """The last word of all is the one that fills what may be on its way to a rank that is not heard: then it is."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            came = subscribed(cluster)
+            line = -(-outbox._WINDOW // (MAX_WORD + outbox._ENVELOPE)) * MAX_WORD
+            cluster.comms[0].mail.send(1, TOPIC, bytes(line))
+            await until(lambda: len(came) == 1)
+            await asyncio.sleep(5.0)
+            for rank in (1, 2):
+                cluster.comms[0].mail.send(rank, TOPIC, b"after")
+            await until(lambda: len(came) == 3)
+
+    run(main())
+
+
+def test_mail_to_who_is_no_member_is_dropped_however_much_it_is() -> None:
+    """Nothing of it is on its way, so none of it waits for that rank to be heard."""
+
+    async def main() -> None:
+        async with LocalCluster(OLD) as cluster:
+            cluster.kill(2)
+            await asyncio.gather(*(cluster.comms[rank].exclude(2) for rank in (0, 1)))
+            await until(lambda: cluster.comms[0].view.members == (0, 1))
+            before = dropped(cluster, 0).get("unsendable", 0)
+            for size in [MAX_WORD] * 100 + [MAX_MAIL] * 10:
+                cluster.comms[0].mail.send(2, TOPIC, bytes(size))
+                await asyncio.sleep(0.01)
+            assert dropped(cluster, 0)["unsendable"] == before + 110
 
     run(main())
 

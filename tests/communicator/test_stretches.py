@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -157,6 +158,26 @@ def test_staging_for_few_layers_is_enough(layers: int) -> None:
             assert cluster.wrong_bytes() == 0
 
     run(main())
+
+
+def test_layers_that_lie_one_behind_the_other_are_read_each_by_itself() -> None:
+    """Views of one tensor ``[layers, slots, ...]``: rows of two layers that touch are of two registered regions."""
+    fabric = MemoryFabric()
+    new = Placement([[3, 1, 2, 0] if layer % 2 == 0 else [2, 1, 0, 3] for layer in range(LAYERS)], ep_size=2)
+
+    async def main() -> None:
+        cluster = LocalCluster(OLD, row_bytes=ROWS, fabric=fabric, settings=chosen())
+        for weights in cluster.rows:
+            whole = [torch.stack(list(tensors)) for tensors in zip(*weights.layers, strict=True)]
+            weights.layers = [[tensor[layer] for tensor in whole] for layer in range(LAYERS)]
+        async with cluster:
+            for placement in (new, OLD):
+                reports = await cluster.migrate(placement)
+                assert all(isinstance(report, MigrationReport) for report in reports), reports
+                assert cluster.wrong_bytes() == 0
+
+    run(main())
+    assert not fabric.violations
 
 
 # ----------------------------------------------------------------------------------------------- what goes wrong
