@@ -69,13 +69,24 @@ def moved(ranks: RankProcesses, rank: int) -> int:
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lost", [0, 2])
-@pytest.mark.parametrize("how", ["killed", "killed while it moves", "stopped"])
+@pytest.mark.parametrize(
+    ("transport", "lost", "how"),
+    [
+        ("auto", 0, "killed"),
+        ("tcp", 2, "killed"),
+        ("auto", 0, "killed while it moves"),
+        ("auto", 2, "killed while it moves"),
+        ("tcp", 0, "killed while it moves"),
+        ("tcp", 2, "killed while it moves"),
+        ("auto", 2, "stopped"),
+        ("tcp", 0, "stopped"),
+    ],
+)
 def test_the_others_go_on_without_a_rank_that_is_lost(
     start: Start, tmp_path: Path, transport: str, how: str, lost: int
 ) -> None:
     """SIGKILL: all by itself. SIGSTOP is no proof of a death: it takes the caller's word, and the rank is fenced."""
-    ranks, board = begun(start, tmp_path, TWICE, transport, loads=True)
+    ranks, board = begun(start, tmp_path, TWICE, transport, loads="moves" in how)
     alive = tuple(rank for rank in range(3) if rank != lost)
     if "moves" in how:
         ranks.call(lost, "run", MODULE, "moving", lost)
@@ -108,7 +119,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(("transport", "lost"), [("auto", 2), ("tcp", 0)])
 def test_a_rank_that_stood_still_for_a_while_is_named_and_all_go_on(
     start: Start, tmp_path: Path, transport: str, lost: int
 ) -> None:
@@ -130,7 +141,7 @@ def test_a_rank_that_stood_still_for_a_while_is_named_and_all_go_on(
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(("transport", "lost"), [("auto", 0), ("tcp", 2)])
 def test_a_rank_that_comes_back_steps_with_the_others_and_is_filled(
     start: Start, tmp_path: Path, transport: str, lost: int
 ) -> None:

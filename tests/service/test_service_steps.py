@@ -15,7 +15,7 @@ from tests.real.stepping import BEGUN
 from tests.service.engine import ROWS
 from tests.service.ranks import everywhere, serve, stepping, stopped, until
 
-STEPS, MOVED = 2_500, 10
+STEPS, MOVED = 4_000, 15
 
 
 def cost(seconds: list[float]) -> str:
