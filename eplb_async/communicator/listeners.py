@@ -51,12 +51,12 @@ class Listeners:
 
         return remove
 
-    def tell(self, layer: int, placement: Placement) -> list[tuple[str, Exception]]:
+    def tell(self, layer: int, placement: Placement) -> list[tuple[str, BaseException]]:
         """Call all of them in order, also after one has raised; returns who raised, and what."""
-        failed: list[tuple[str, Exception]] = []
+        failed: list[tuple[str, BaseException]] = []
         for name, callback, context in self._told:
             try:
                 context.run(callback, layer, placement)
-            except Exception as error:
+            except BaseException as error:  # a CancelledError would end the apply, a SystemExit the engine
                 failed.append((name, error))
         return failed

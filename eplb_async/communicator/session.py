@@ -505,7 +505,7 @@ class Session:
         listeners, placement = self.listeners(), self.placement
         if not listeners:
             return
-        failed: list[tuple[str, Exception]] = []
+        failed: list[tuple[str, BaseException]] = []
         try:
             await self._copier.call(lambda: failed.extend(listeners.tell(layer, placement)))
         except Exception as error:  # what the callbacks have queued failed

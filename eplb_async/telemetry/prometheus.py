@@ -149,7 +149,10 @@ class _Metrics:
 
 def exposition(registry: CollectorRegistry, accept: str = "") -> tuple[str, bytes]:
     """What a registry shows, in the format that an ``Accept`` header asks for: its content type, and the text."""
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except Exception:  # it stumbles over some headers that no scraper sends
+        encode, content_type = choose_encoder("")
     return content_type, encode(registry)
 
 

@@ -138,7 +138,7 @@ async def _question(request: Request) -> tuple[list[int], int]:
         return checked(json.loads(body))
     except BadField:
         raise
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of brackets without end
         raise BadField("body", "not JSON") from None
 
 

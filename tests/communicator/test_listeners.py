@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import gc
 import threading
@@ -9,6 +10,7 @@ import weakref
 
 import pytest
 
+from eplb_async.communicator import MigrationReport
 from eplb_async.communicator.listeners import Listeners
 from eplb_async.core.placement import Placement
 from eplb_async.testing import run
@@ -88,6 +90,24 @@ def test_one_that_raises_is_named_and_counted_and_the_others_are_told(caplog: py
     assert "on_layer_applied failed for layer 0, which is applied" in caplog.text
     assert "on_applied(" in caplog.text
     assert "no room for layer 1" in caplog.text, "the log has the traceback"
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_nothing_that_one_raises_ends_the_apply(kind: type[BaseException]) -> None:
+    """I-7: neither what ends tasks nor what ends threads."""
+
+    def leave(layer: int, placement: Placement) -> None:
+        raise kind("so there")
+
+    async def main() -> None:
+        async with LocalCluster(OLD, on_layer_applied=lambda _: leave) as c:
+            reports = await c.migrate(NEW)
+            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            assert c.comms[0].health().callback_errors == 3
+            assert kind.__name__ in c.comms[0].health().last_error
+            assert c.wrong_bytes() == 0
+
+    run(main())
 
 
 def test_what_cannot_be_called_is_refused() -> None:

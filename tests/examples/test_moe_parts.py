@@ -264,7 +264,9 @@ async def test_the_front_end_answers_checks_and_refuses(right: list[list[int]]) 
             }.items():
                 answer = await http.post("/generate", json=body)
                 assert (answer.status_code, answer.json()["field"]) == (400, field)
-            assert (await http.post("/generate", content=b"{")).json()["field"] == "body"
+            for content in (b"{", b"[" * 60_000, b"\xff", b"9" * 60_000, b" " * 100_000):
+                answer = await http.post("/generate", content=content)
+                assert (answer.status_code, answer.json()["field"]) == (400, "body")
             assert (await http.post("/eplb/rebalance?force=maybe")).status_code == 400
             assert "force is True" in (await http.post("/eplb/rebalance?force=true")).text
             assert (await http.get("/eplb")).json()["ranks"] == 2

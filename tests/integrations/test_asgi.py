@@ -173,6 +173,8 @@ def test_metrics_are_those_of_the_registry_and_the_rank_is_watched_by_itself() -
         assert modern.headers["content-type"].startswith("application/openmetrics-text")
         assert modern.text.endswith("# EOF\n")
         assert 'eplb_async_epoch{group="default",rank="0"} 1.0' in modern.text
+        strange = await client.get("/metrics", headers={"accept": "application/openmetrics-text; version=x"})
+        assert strange.status_code == 200
 
     in_cluster(scenario)
 
