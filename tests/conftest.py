@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
+
+# No test fails because the machine is busy.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
