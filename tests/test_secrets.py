@@ -167,7 +167,7 @@ def test_a_refused_rendezvous(told: Told, tmp_path: Path) -> None:
 
 def test_migrations_that_fail(told: Told) -> None:
     """READs that fail, deadlines, doubt, forged messages, a rank that is fenced, a close that leaves READs."""
-    faults = FaultPlan().fail_read("default/1.", nth=0).hold_read("default/0.", nth=4)
+    faults = FaultPlan().fail_read("default/1.", nth=0).hold_read("default/0.", nth=1)
 
     async def main() -> None:
         watch_the_loop()

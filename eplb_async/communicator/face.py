@@ -8,10 +8,11 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import torch
 
+from eplb_async.communicator.calls import Calls
 from eplb_async.communicator.listeners import AppliedCallback, Listeners
 from eplb_async.communicator.loading import Loader, LoadExpert, refuse_inside
 from eplb_async.communicator.mail import Mail
@@ -25,7 +26,7 @@ from eplb_async.communicator.watch import checked_interval
 from eplb_async.core.forecast import Forecast
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
-from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError
+from eplb_async.errors import CommunicatorClosed, PlacementError, WeightsError
 from eplb_async.nixl.agent import real
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.opening import Opening
@@ -58,11 +59,7 @@ class AsyncEplbCommunicator:
         self._session = session
         self._weights = weights
         self._store = store
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._busy = ""
-        self._owned = ""
-        self._closed = False
+        self._calls = Calls(engine, session.owner)
         self._closing: asyncio.Future[tuple[str, ...]] | None = None
         self._steps = session.steps
         self._mail = Mail(engine, session.driver)
@@ -198,7 +195,7 @@ class AsyncEplbCommunicator:
         session = self._session
         _check_placement(placement)
         limit = seconds(timeout, session.settings.migrate_timeout)
-        with self._doing("migrate"):
+        with self._calls.doing("migrate"):
             if half_written := session.owner.half_written:
                 raise WeightsError(
                     f"layers {sorted(half_written)} were being rewritten when their update failed, so what their rows "
@@ -227,7 +224,7 @@ class AsyncEplbCommunicator:
                 and cannot be reached. Peers would read what was left, so this rank is out of the group then.
         """
         limit = seconds(timeout, self._session.settings.migrate_timeout)
-        with self._doing("rebind"):
+        with self._calls.doing("rebind"):
             await self._engine.run(lambda: self._session.settled_within(limit, "rebind"))
             self._weights.rebind()  # the caller's callable runs on the caller's loop
             # From here on a cancel must not keep them from being registered: peers would read what was left.
@@ -271,7 +268,7 @@ class AsyncEplbCommunicator:
         chosen = chosen_layers(layers, self._session.placement.num_layers)
         number = checked_version(version, self._session.version)
         limit = seconds(timeout, settings.migrate_timeout)
-        with self._owning("update of weights"):
+        with self._calls.owning("update of weights"):
             try:
                 await self._engine.run(lambda: owner.begin_update(limit))
                 owner.half_written |= chosen
@@ -293,7 +290,7 @@ class AsyncEplbCommunicator:
         Raises:
             CommunicatorClosed: It is closed.
         """
-        self._check_usable()
+        self._calls.check_usable()
         if not self._session.throttle.paused:
             self._session.throttle.paused = True
             _log.info("paused: no READ is posted until resume()")
@@ -310,7 +307,7 @@ class AsyncEplbCommunicator:
             ValueError: It is no such number; nothing has changed.
             CommunicatorClosed: It is closed.
         """
-        self._check_usable()
+        self._calls.check_usable()
         chosen = Settings(max_bytes_per_second=max_bytes_per_second).max_bytes_per_second
         self._engine.post(lambda: self._session.limit(chosen))
 
@@ -337,7 +334,7 @@ class AsyncEplbCommunicator:
         """
         owner = self._session.owner
         limit = seconds(timeout, self._session.settings.close_timeout)
-        with self._owning("suspend"):
+        with self._calls.owning("suspend"):
             await self._engine.run(lambda: owner.suspend(limit))
             self._weights.release()
 
@@ -360,14 +357,14 @@ class AsyncEplbCommunicator:
             CommunicatorClosed: It is closed, or was fenced by the others.
         """
         owner = self._session.owner
-        self._check_usable()
+        self._calls.check_usable()
         if self._session.throttle.paused:
             self._session.throttle.paused = False
             _log.info("no longer paused")
             self._engine.post(self._session.stir)
             if not owner.suspended:
                 return
-        with self._owning("resume"):
+        with self._calls.owning("resume"):
             if await self._engine.run(owner.is_suspended):
                 self._weights.rebind()  # the caller's callable runs on the caller's loop
                 try:
@@ -385,7 +382,7 @@ class AsyncEplbCommunicator:
             ValueError: It is this rank, or no rank of the group.
             CommunicatorClosed: It is closed.
         """
-        self._check_usable()
+        self._calls.check_usable()
 
         async def call() -> None:
             self._session.exclude(rank)
@@ -414,7 +411,7 @@ class AsyncEplbCommunicator:
         """
         session = self._session
         limit = seconds(timeout, session.settings.peer_timeout)
-        with self._doing("reconnect"):
+        with self._calls.doing("reconnect"):
             await self._engine.run(lambda: session.reconnect(rank, limit))
 
     def step(self, number: int | None = None) -> Steps:
@@ -557,7 +554,7 @@ class AsyncEplbCommunicator:
             ValueError: It is none of these.
             CommunicatorClosed: It is closed.
         """
-        self._check_usable()
+        self._calls.check_usable()
         interval = checked_interval(seconds)
         self._engine.post(lambda: self._session.driver.watch_every(interval))
 
@@ -614,11 +611,11 @@ class AsyncEplbCommunicator:
         Raises:
             CommunicatorBusy: Called from within a ``load_expert`` that a migration waits for.
         """
-        self._check_loop()
+        self._calls.check_loop()
         refuse_inside(self._engine, "close")
         limit = seconds(timeout, self._session.settings.close_timeout)
         if self._closing is None:
-            self._closed = True
+            self._calls.closed = True
             self._mail.close()
             self._closing = asyncio.ensure_future(self._close(limit))
         return await asyncio.shield(self._closing)
@@ -650,43 +647,9 @@ class AsyncEplbCommunicator:
             self._weights.rebind()
             await self._engine.run(self._session.rebind, detach=True)  # as in rebind()
 
-    @contextlib.contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
-        self._check_usable()
-        if self._busy or self._owned:
-            raise CommunicatorBusy(f"cannot {what}: {self._busy or self._owned} is running; await its end first")
-        if self._session.owner.suspended:
-            raise CommunicatorBusy(f"cannot {what}: the communicator is suspended; await resume() first")
-        self._busy = what
-        try:
-            yield
-        finally:
-            self._busy = ""
-
-    @contextlib.contextmanager
-    def _owning(self, what: str) -> Iterator[None]:
-        """As :meth:`_doing`, for what goes before a migration that runs: it is ended."""
-        self._check_usable()
-        if self._owned or self._busy not in ("", "migrate"):
-            raise CommunicatorBusy(f"cannot {what}: {self._owned or self._busy} is running; await its end first")
-        self._owned = what
-        try:
-            yield
-        finally:
-            self._owned = ""
-
-    def _check_usable(self) -> None:
-        self._check_loop()
-        if self._closed:
-            raise CommunicatorClosed("the communicator is closed")
-
-    def _check_loop(self) -> None:
-        self._engine.check_process()
-        if threading.get_ident() != self._thread or asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("the communicator is bound to the event loop that opened it; use it from there")
-
     def __del__(self) -> None:
-        if getattr(self, "_closed", True):
+        calls = getattr(self, "_calls", None)
+        if calls is None or calls.closed:
             return
         try:
             self._engine.check_process()

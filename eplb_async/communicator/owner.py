@@ -107,7 +107,7 @@ class Owner:
                     await self._prepared.wait()
                     await session.settled()
         except TimeoutError:
-            raise session.unsettled(why, timeout) from None
+            raise session.delays.unsettled(why, timeout) from None
 
     # ----------------------------------------------------------------------------------------- update
     async def begin_update(self, timeout: float) -> None:

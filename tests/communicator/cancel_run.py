@@ -196,7 +196,7 @@ class Run:
             assert len(engine._closers) == 1, engine._closers
             assert len(engine.immortal) == 1
             assert left or len(endpoint.peers) == self.ep_size - 1, "a peer that was replaced is still known"
-            assert comm._busy == ""
+            assert comm._calls.busy == ""
         assert self.fabric.open_handles == quarantined, self.fabric
         assert self.fabric.open_registrations == self.registrations, self.fabric
         alive = [agent.name.split(".")[0] for agent in self.fabric.agents.values() if not agent.destroyed]

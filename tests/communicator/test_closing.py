@@ -214,7 +214,7 @@ def test_nothing_is_written_after_a_close_without_patience() -> None:
     async def main() -> None:
         async with LocalCluster(OLD) as cluster:
             session = cluster.comms[0]._session
-            slow = session._copier = Slow(session._copier)
+            slow = session.copier = Slow(session.copier)
             tasks = asyncio.ensure_future(cluster.migrate(NEW))
             while not slow.running:
                 await asyncio.sleep(0.001)
@@ -246,7 +246,7 @@ def test_an_error_that_cannot_say_what_it_is_still_ends_the_epoch() -> None:
 
     async def main() -> None:
         async with LocalCluster(Placement([[0, 1, 2, 3]], ep_size=2)) as cluster:
-            cluster.comms[1]._session._copier = Broken()
+            cluster.comms[1]._session.copier = Broken()
             swap = Placement([[0, 1, 3, 2]], ep_size=2)  # a local copy into staging fails before any vote
             started = asyncio.get_running_loop().time()
             one, two = await cluster.migrate(swap, timeout=30.0)

@@ -393,7 +393,7 @@ def faults(world: World) -> FaultPlan:
 
 
 def is_out(comm: AsyncEplbCommunicator) -> bool:
-    return comm.health().phase in ("closed", "fenced") or comm._closed
+    return comm.health().phase in ("closed", "fenced") or comm._calls.closed
 
 
 async def one_round(world: World, number: int) -> None:

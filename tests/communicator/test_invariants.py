@@ -338,8 +338,8 @@ def test_i18_a_layer_counts_as_applied_only_when_its_event_has_completed() -> No
     async def main() -> None:
         async with LocalCluster(OLD, settings=ONE_LAYER) as cluster:
             session = cluster.comms[0]._session
-            slow = SlowCopier(session._copier.copy)
-            session._copier = slow
+            slow = SlowCopier(session.copier.copy)
+            session.copier = slow
             tasks = asyncio.ensure_future(cluster.migrate(NEW))
             await eventually(lambda: slow.waiting > 0)
             await asyncio.sleep(1.0)
@@ -374,7 +374,7 @@ def test_i7_a_rank_that_cannot_apply_is_out_and_says_so() -> None:
 
     async def main() -> None:
         async with LocalCluster(old) as cluster:
-            cluster.comms[2]._session._copier = Broken()
+            cluster.comms[2]._session.copier = Broken()
             results = await cluster.migrate(new)
             assert isinstance(results[2], RuntimeError)
             with pytest.raises(CommunicatorClosed, match="broken"):

@@ -181,7 +181,7 @@ def test_i3_a_migration_that_ends_while_layers_are_taken_back_waits_for_their_co
             old, row_bytes=ROWS, fabric=fabric, settings=with_settings(staging_layers=2)
         ) as cluster:
             session = cluster.comms[2]._session
-            copier, staging = session._copier, session._staging
+            copier, staging = session.copier, session._staging
             copy, free = copier.copy, staging.free
             slowness = iter([0.1, 1.0])  # of layer 0, and of layer 1
 

@@ -109,7 +109,7 @@ def test_small_layers_share_posts_votes_and_copies_and_are_told_one_by_one() -> 
             OLD, row_bytes=ROWS, fabric=fabric, settings=chosen(), on_layer_applied=teller
         ) as cluster:
             copies = 0
-            copier = cluster.comms[1]._session._copier
+            copier = cluster.comms[1]._session.copier
             copy = copier.copy
 
             async def counted(wanted: object) -> None:

@@ -213,7 +213,7 @@ def _telling(session: Any, layer: int, peer: int | None) -> None:
 
 def _applying(session: Any, layer: int, peer: int | None) -> None:
     """Half of the layer's rows are copied into place (none, where it has none)."""
-    copier, rows = session._copier, session.weights.rows(layer, 0)
+    copier, rows = session.copier, session.weights.rows(layer, 0)
     original = copier.copy
     applied = -1
 

@@ -357,7 +357,7 @@ def test_nothing_is_built_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("eplb_async.telemetry.emitter.Emitter.__init__", refuse)
     monkeypatch.setattr("eplb_async.telemetry.emitter.Event", refuse)
-    monkeypatch.setattr("eplb_async.communicator.session.Ending", refuse)
+    monkeypatch.setattr("eplb_async.communicator.migrations.Ending", refuse)
     monkeypatch.setattr("eplb_async.communicator.reads.Reads._tell", refuse)
 
     async def main() -> None:
