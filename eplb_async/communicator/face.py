@@ -507,7 +507,7 @@ class AsyncEplbCommunicator:
 
         ``callback(layer, placement)`` runs in the thread that copies, on the server's stream on CUDA, after the rows
         and :attr:`placement` have changed and before a step or a user (:meth:`using`) comes to the layer. It holds the
-        apply up, so it is short, and it must not wait for a migration or for the layer. Callbacks run in the order
+        apply up, so it is short, and it must not wait for a migration or for a layer. Callbacks run in the order
         they were added, each in a copy of the context it was added in. What one raises is logged and counted
         (``health().callback_errors``), and the others run all the same. Thread-safe.
 

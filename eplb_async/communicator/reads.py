@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eplb_async.communicator.job import Job, Sent
 from eplb_async.communicator.members import Member, device_index, memory_of
+from eplb_async.core.layout import Layout
 from eplb_async.core.plan import MigrationPlan
 from eplb_async.core.schedule import ALIGNMENT, Batch, pieces, turns
 from eplb_async.core.throttle import Throttle
 from eplb_async.core.window import Outbox, Waiting, Window
 from eplb_async.engine import LoopEngine
-from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout, TransferError
+from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.nixl.native import Descriptors
 from eplb_async.nixl.transfer import Origin, Transfer
@@ -135,7 +137,7 @@ class Reads:
         return [
             Waiting(job.layers.start, batch, ours.readers[batch.source], job)
             for memory in job.sizes
-            for batch in pieces(
+            for whole in pieces(
                 job.moves.source,
                 [spec.row_bytes if memory_of(spec.device) == memory else 0 for spec in job.specs],
                 max_bytes=most,
@@ -144,6 +146,7 @@ class Reads:
                 ep_size=self._plan.new.ep_size,
                 order=ours.order,
             )
+            for batch in by_device(whole, job.moves.layer[whole.move], self._sources[whole.source].layout)
         ]
 
     async def _post_waiting(self) -> None:
@@ -273,6 +276,23 @@ class Reads:
         )
 
 
+def by_device(batch: Batch, layer: NDArray[np.int64], layout: Layout) -> list[Batch]:
+    """A batch, in parts if its source keeps what it reads on several devices: a READ is of one.
+
+    Args:
+        batch: It.
+        layer: Layer of each of its descriptors ``[D]``.
+        layout: Its source's.
+    """
+    read = set(batch.tensor.tolist())
+    near = layout.layers[int(layer.min()) : int(layer.max()) + 1]
+    if len({places[tensor].spec.device for places in near for tensor in read}) == 1:
+        return [batch]
+    places = zip(layer.tolist(), batch.tensor.tolist(), strict=True)
+    devices = np.array([layout.layers[of][tensor].spec.device for of, tensor in places])
+    return [batch.part(devices == device) for device in dict.fromkeys(devices.tolist())]
+
+
 def _state(error: BaseException | None) -> str:
     """How a READ ended, in a word."""
     match error:
@@ -311,11 +331,7 @@ def _descriptors(job: Job, batch: Batch, piece: Piece, source: Member) -> tuple[
     move, tensor, offset, length = (c[by_tensor] for c in (batch.move, batch.tensor, batch.offset, batch.length))
     layer = job.moves.layer[move]
     low, high = int(layer.min()), int(layer.max()) + 1
-    read = sorted(set(tensor.tolist()))
-    devices = {places[t].spec.device for places in source.layout.layers[low:high] for t in read}
-    if len(devices) != 1:
-        raise TransferError(f"rank {source.rank} keeps tensors of layers [{low}, {high}) on unlike devices")
-    (device,) = devices
+    device = source.layout.layers[int(layer[0])][int(tensor[0])].spec.device  # all of a batch share it
     places = np.array(
         [[(p.address, p.spec.row_stride) for p in places] for places in source.layout.layers[low:high]], dtype=np.int64
     )
@@ -329,6 +345,6 @@ def _descriptors(job: Job, batch: Batch, piece: Piece, source: Member) -> tuple[
     local, remote = np.empty((2, len(at), 3), dtype=np.uint64)
     local[:, 0], remote[:, 0] = ours[at], theirs[at]
     local[:, 1] = remote[:, 1] = np.add.reduceat(length, at)
-    local[:, 2] = device_index(job.specs[read[0]].device)
+    local[:, 2] = device_index(job.specs[int(tensor[0])].device)
     remote[:, 2] = device_index(device)
     return local, remote, memory_of(device)

@@ -46,6 +46,12 @@ class Batch:
     length: _Longs
     nbytes: int
 
+    def part(self, chosen: NDArray[np.bool_]) -> Batch:
+        """Some of its descriptors, bool ``[D]``."""
+        length = self.length[chosen]
+        columns = self.move[chosen], self.tensor[chosen], self.offset[chosen]
+        return Batch(self.source, *columns, length, int(length.sum()))
+
 
 def pieces(
     sources: Sequence[int] | _Longs,

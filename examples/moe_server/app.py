@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -56,10 +56,13 @@ def make_app(
 
     async def generate(request: Request) -> JSONResponse:
         try:
-            prompt, max_tokens = await _question(request)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                prompt, max_tokens = await _question(request)
             future = asyncio.wrap_future(batcher.submit(prompt, max_tokens))
         except BadField as bad:
             return JSONResponse({"error": str(bad), "field": bad.field}, 400)
+        except (ClientDisconnect, TimeoutError):
+            return JSONResponse({"error": f"the request did not come whole within {_ANSWER_SECONDS:g} s"}, 408)
         except (Overloaded, Unavailable) as error:
             return _refused(error)
         gone = asyncio.ensure_future(_gone(request))

@@ -10,7 +10,7 @@ import pytest
 
 from eplb_async.communicator.job import Job, room_for
 from eplb_async.communicator.members import Member
-from eplb_async.communicator.reads import _descriptors
+from eplb_async.communicator.reads import _descriptors, by_device
 from eplb_async.core.incoming import Incoming
 from eplb_async.core.layout import Layout, TensorPlace, TensorSpec
 from eplb_async.core.plan import Move
@@ -128,3 +128,20 @@ def test_what_lands_where_leaves_out_what_is_read_again() -> None:
     job.kept[1] = False
     assert landing() == [[0, 4, 6], [0, 0, 0], [0, 2, 2]]
     assert job.sizes == room_for(job.specs, 3)[1]
+
+
+def test_what_a_source_keeps_on_unlike_devices_is_read_apart() -> None:
+    """A rank may keep some of its layers, or tensors, on another device than its readers do."""
+
+    def places(*devices: str) -> tuple[TensorPlace, ...]:
+        specs = [TensorSpec(str(i), 8, 8, SLOTS, (8,), (1,), "uint8", device) for i, device in enumerate(devices)]
+        return tuple(TensorPlace(spec, THERE) for spec in specs)
+
+    source = Layout((places("cpu", "cpu"), places("cuda:0", "cpu"), places("cuda:0", "cuda:0")))
+    layer, tensor = np.repeat([0, 1, 2], 2), np.tile([0, 1], 3)
+    batch = Batch(1, move=np.repeat([0, 1, 2], 2), tensor=tensor, offset=np.zeros(6, int), length=tensor + 1, nbytes=9)
+    cpu, cuda = by_device(batch, layer, source)
+    assert (cpu.source, cpu.move.tolist(), cpu.tensor.tolist(), cpu.nbytes) == (1, [0, 0, 1], [0, 1, 1], 5)
+    assert (cuda.source, cuda.move.tolist(), cuda.tensor.tolist(), cuda.nbytes) == (1, [1, 2, 2], [0, 0, 1], 4)
+    assert cpu.length.tolist() == [1, 2, 2]
+    assert by_device(batch, layer * 0, source) == [batch]

@@ -243,6 +243,22 @@ def test_the_queue_is_bounded_and_forgets_who_left() -> None:
         batcher.submit([1], 1)
 
 
+async def status_of_half_a_request(app: Any) -> int:
+    """Of one whose client hangs up in the middle of its body."""
+    came = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(came)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    return int(sent[0]["status"])
+
+
 @pytest.mark.asyncio
 async def test_the_front_end_answers_checks_and_refuses(right: list[list[int]]) -> None:
     """Bad fields are named with 400; a full queue is 503 with Retry-After; a lost rank is 503 and named."""
@@ -267,6 +283,7 @@ async def test_the_front_end_answers_checks_and_refuses(right: list[list[int]]) 
             for content in (b"{", b"[" * 60_000, b"\xff", b"9" * 60_000, b" " * 100_000):
                 answer = await http.post("/generate", content=content)
                 assert (answer.status_code, answer.json()["field"]) == (400, "body")
+            assert await status_of_half_a_request(app) == 408
             assert (await http.post("/eplb/rebalance?force=maybe")).status_code == 400
             assert "force is True" in (await http.post("/eplb/rebalance?force=true")).text
             assert (await http.get("/eplb")).json()["ranks"] == 2
