@@ -18,6 +18,7 @@ from eplb_async.communicator import MigrationReport
 from eplb_async.communicator.stretch import Stretches
 from eplb_async.core.incoming import Incoming
 from eplb_async.core.layout import Layout, TensorPlace, TensorSpec
+from eplb_async.core.messages import Commit
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import plan
 from eplb_async.errors import MigrationAborted, NixlTransferFailed
@@ -315,6 +316,35 @@ def test_at_steps_the_layers_of_a_stretch_change_one_by_one() -> None:
     zero, one = seen[::2], seen[1::2]
     assert zero == one, "a step ran with two placements"
     assert max(b - a for a, b in itertools.pairwise(zero)) == 1
+
+
+@pytest.mark.parametrize("activation", ["immediate", "step"])
+def test_a_coordinator_that_is_excluded_alive_is_ahead_by_one_decision(activation: str) -> None:
+    """Its COMMIT reached nobody: it has applied what that was of, at steps one layer, and is fenced."""
+    old = Placement([[0, 1, 2, 3, 4, 5]] * LAYERS, ep_size=3)
+    new = Placement([[2, 3, 4, 5, 0, 1]] * LAYERS, ep_size=3)
+
+    async def main() -> None:
+        async with LocalCluster(old, row_bytes=ROWS, settings=chosen(activation=activation)) as cluster:
+            driver = cluster.comms[0]._session.driver
+            send = driver.send
+            driver.send = lambda to, what: None if isinstance(what, Commit) else send(to, what)  # type: ignore[method-assign]
+            moving = [asyncio.ensure_future(comm.migrate(new)) for comm in cluster.comms]
+            async with asyncio.timeout(10.0):
+                while cluster.comms[0].placement == old:
+                    await asyncio.sleep(0.001)
+            await asyncio.gather(*(cluster.comms[rank].exclude(0) for rank in (1, 2)))
+            await asyncio.gather(*moving, return_exceptions=True)
+            async with asyncio.timeout(10.0):
+                while [comm.health().phase for comm in cluster.comms] != ["fenced", "idle", "idle"]:
+                    await asyncio.sleep(0.01)
+            ahead = cluster.comms[0].placement.physical_to_logical_map
+            layers = int((ahead == new.physical_to_logical_map).all(axis=1).sum())
+            assert layers == 1 if activation == "step" else layers > 1
+            assert [comm.placement for comm in cluster.comms[1:]] == [old, old]
+            assert cluster.wrong_bytes() == 0
+
+    run(main())
 
 
 @given(
