@@ -16,7 +16,6 @@ import pytest
 
 from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core import messages
-from eplb_async.core.placement import Placement
 from eplb_async.core.wire import Codec
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import EplbError, HandshakeError
@@ -28,10 +27,9 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster, MemoryRendezvous
 from eplb_async.testing.patterns import PatternWeights
+from tests.communicator.groups import NEW, OLD
 
 SECRET, OTHER = b"correct-horse-battery-staple", b"another-horse-another-battery"
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 
 
 def shapes(secret: bytes) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["bars"]
+__all__ = ["bar", "bars"]
 
 _LAG_MS, _LAG_TIMES = 5.0, 1.5
 _AT_LEAST = (
@@ -37,7 +37,7 @@ def _of_scenarios(scenarios: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, rival, limit, what in _AT_LEAST:
         ratio = scenarios.get(name, {}).get("ratios", {}).get(rival)
         if ratio:
-            yield _bar(f"{what}: times as fast", f">= {limit:g}", ratio["median"], ratio["median"] >= limit)
+            yield bar(f"{what}: times as fast", f">= {limit:g}", ratio["median"], ratio["median"] >= limit)
     contenders = scenarios.get("reference", {}).get("contenders", {})
     ours, copies = (contenders.get(name, {}).get("lag_ms") for name in ("ours", "copies"))
     if ours and copies:
@@ -45,11 +45,11 @@ def _of_scenarios(scenarios: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         text = (
             f"<= {limit:.1f} (the greater of {_LAG_MS:g} and {_LAG_TIMES:g} x {copies['p99']:.1f} of the same copies)"
         )
-        yield _bar("user loop's lag while it migrates, p99, ms", text, ours["p99"], ours["p99"] <= limit)
+        yield bar("user loop's lag while it migrates, p99, ms", text, ours["p99"], ours["p99"] <= limit)
     for name, limit, what in _BLOCKED:
         ratio = scenarios.get(name, {}).get("blocked_over_free")
         if ratio:
-            yield _bar(f"{what}: times as long", f"<= {limit:g}", ratio["median"], ratio["median"] <= limit)
+            yield bar(f"{what}: times as long", f"<= {limit:g}", ratio["median"], ratio["median"] <= limit)
 
 
 def _of_parts(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -57,5 +57,6 @@ def _of_parts(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from part.get("bars", ())
 
 
-def _bar(name: str, limit: str, measured: float, met: bool) -> dict[str, Any]:
+def bar(name: str, limit: str, measured: float, met: bool) -> dict[str, Any]:
+    """A bar, what was measured against it, and whether that meets it."""
     return {"name": name, "bar": limit, "measured": measured, "met": met}

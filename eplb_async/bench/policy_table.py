@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_async.bench.bars import bar
 from eplb_async.bench.published_policy import as_vllm_loops, published_rebalance
 from eplb_async.core.placement import Placement
 from eplb_async.policy import rank_loads, rebalance_experts
@@ -156,20 +157,16 @@ def measure(*, quick: bool) -> dict[str, Any]:
         moved = max(aware.moved / published.moved for published, _, _, aware in of_mode)
         least = min(aware.least_ratio for _, _, _, aware in of_mode)
         bars.append(
-            _bar(f"policy, {mode}, placement-aware: balance over the published", ">= 0.99", least, least >= 0.99)
+            bar(f"policy, {mode}, placement-aware: balance over the published", ">= 0.99", least, least >= 0.99)
         )
         bars.append(
-            _bar(f"policy, {mode}, placement-aware: moves over the published", f"<= {limit:.3f}", moved, moved <= limit)
+            bar(f"policy, {mode}, placement-aware: moves over the published", f"<= {limit:.3f}", moved, moved <= limit)
         )
     least = min(ours.balancedness / published.balancedness for published, _, ours, _ in cases)
-    bars.append(_bar("policy without current: balance over the published", ">= 0.999", least, least >= 0.999))
+    bars.append(bar("policy without current: balance over the published", ">= 0.999", least, least >= 0.999))
     slowest = max(ours.milliseconds / loops.milliseconds for _, loops, ours, _ in cases)
-    bars.append(_bar("policy without current: time over the published as vLLM loops", "<= 1", slowest, slowest <= 1))
+    bars.append(bar("policy without current: time over the published as vLLM loops", "<= 1", slowest, slowest <= 1))
     return {"rows": [asdict(row) for row in found], "bars": bars}
-
-
-def _bar(name: str, limit: str, measured: float, met: bool) -> dict[str, Any]:
-    return {"name": name, "bar": limit, "measured": measured, "met": met}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

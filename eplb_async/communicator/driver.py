@@ -218,7 +218,8 @@ class Driver:
 
     def settle(self) -> None:
         """Set the timers by how things stand now."""
-        self.strides.settle()
+        if self.steps is not None:
+            self.strides.settle()
         self.wakeups.settle()
 
     async def until(self, condition: Callable[[], bool]) -> None:

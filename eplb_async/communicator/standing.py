@@ -48,6 +48,8 @@ def standing_of(driver: Driver, before: Standing | None, now: float) -> Standing
             deadline = since + driver.settings.activation_timeout
     else:
         deadline = since + driver.settings.settle_timeout
+    if before is not None and before.since == since and before.deadline == deadline and before.phase == phase:
+        return before  # a coordinator looks once for each vote
     return Standing(phase=phase, since=since, deadline=deadline)
 
 

@@ -35,9 +35,9 @@ class Wakeups:
 
     def settle(self) -> None:
         """Something happened: set the timer, and serve the agent while there is something to do."""
-        driver = self._driver
+        driver, protocol = self._driver, self._driver.protocol
         now = self._loop.time()
-        wakeup = driver.protocol.next_wakeup
+        wakeup = protocol.next_wakeup
         lingers = now < self._linger_until
         at = self._linger_until if wakeup is None and lingers else wakeup
         if at != self._wakes_at:  # a coordinator is fed once for each vote: most leave the time as it is
@@ -45,8 +45,9 @@ class Wakeups:
                 self._timer.cancel()
             self._timer = None if at is None else self._loop.call_at(max(at, now), self._wake)
             self._wakes_at = at
-        busy = driver.protocol.phase not in _QUIET or driver.attempt is not None or wakeup is not None or lingers
-        wanted = driver.endpoint if busy and driver.endpoint is not None and not driver.endpoint.closed else None
+        busy = protocol.phase not in _QUIET or driver.attempt is not None or wakeup is not None or lingers
+        endpoint = driver.endpoint
+        wanted = endpoint if busy and endpoint is not None and not endpoint.closed else None
         if wanted is not self._served:
             self._serving.close()
             if wanted is not None:

@@ -7,8 +7,6 @@ number is checked before it is used.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -93,11 +91,6 @@ class Layout:
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one expert of a layer, all its tensors together."""
         return sum(place.spec.row_bytes for place in self.layers[layer])
-
-    def fingerprint(self) -> bytes:
-        """A 16-byte BLAKE2b digest of what must agree: equal exactly where `compare` finds no difference."""
-        agreed = [[[getattr(place.spec, part) for part in _AGREED] for place in layer] for layer in self.layers]
-        return hashlib.blake2b(json.dumps(agreed).encode(), digest_size=16, person=b"eplb layout 1").digest()
 
     def check(self) -> None:
         """Refuses numbers that cannot describe memory.

@@ -194,7 +194,6 @@ class _Request:
     landed: bool = False
     removed: bool = False
     released: bool = False
-    notified: bool = False
 
     @property
     def in_flight(self) -> bool:
@@ -347,7 +346,7 @@ class MemoryNative:
         self.fabric.log.append((self.name, request.peer, request.nbytes))
         source = self._source(request)
         request.posted_at = now
-        request.landed = request.notified = False
+        request.landed = False
         request.notif = notif
         request.source_laps = source.laps if source else 0
         request.held = any(f.held for f in request.faults)

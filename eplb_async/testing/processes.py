@@ -24,7 +24,6 @@ import torch
 
 from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
-from eplb_async.nixl.bindings import load
 from eplb_async.settings import Settings
 from eplb_async.testing.patterns import PatternWeights
 
@@ -250,10 +249,6 @@ class _Rank:
     async def reconnect(self, rank: int, timeout: float) -> None:
         await self.opened.reconnect(rank, timeout=timeout)
 
-    async def warm(self) -> None:
-        """Import NIXL now, so that ``open`` does not."""
-        load()
-
     async def migrate(self, placement: Placement, timeout: float, load: bool = False) -> dict[str, Any]:
         load_expert = self.rows.load if load else None
         self.running = asyncio.ensure_future(self.opened.migrate(placement, timeout=timeout, load_expert=load_expert))
@@ -279,11 +274,6 @@ class _Rank:
         while self.opened.health().phase != phase:
             await asyncio.sleep(0.001)
 
-    async def members_are(self, *ranks: int) -> None:
-        """Answer when this rank's view has exactly these members, and it is idle."""
-        while (health := self.opened.health()).members != ranks or health.phase != "idle":
-            await asyncio.sleep(0.001)
-
     async def waiting_for(self, *ranks: int) -> None:
         """Answer when this rank waits for exactly these."""
         while self.opened.health().waiting_for != ranks:
@@ -299,10 +289,6 @@ class _Rank:
         wanted = self.opened.placement if placement is None else placement
         assert self.rows.pointers() == self.pointers, "a storage pointer changed"
         return self.rows.wrong_bytes(wanted)
-
-    async def refill(self) -> None:
-        """Write into every row what the placement says."""
-        self.rows.fill(self.opened.placement)
 
     async def placement(self) -> Placement:
         return self.opened.placement

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import CommunicatorBusy, EplbError, HandshakeError, TransferError
@@ -20,6 +20,7 @@ from eplb_async.testing import FaultPlan, MemoryFabric
 from eplb_async.testing.cluster import MemoryRendezvous
 from eplb_async.testing.patterns import PatternWeights
 from tests.communicator.cuts import Cutter
+from tests.communicator.groups import all_report
 
 HANDED_OUT = 0xEE
 TWICE = Placement([[0, 1, 2, 0, 1, 2]] * 2, ep_size=3)  # every expert on two ranks
@@ -50,7 +51,6 @@ class Calls:
             idle_tick=0.2,
             close_timeout=1.0,
         )
-        self.retried = 0
         self.noise: list[dict[str, Any]] = []
 
     def cut_seconds(self) -> float:
@@ -167,7 +167,6 @@ class Calls:
         outcomes = await asyncio.gather(
             *(opened_at_last(r) if r == victim else opened(r, None) for r in range(3)), return_exceptions=True
         )
-        self.retried += all(isinstance(outcome, AsyncEplbCommunicator) for outcome in outcomes)
         if isinstance(outcomes[victim], HandshakeError):  # others had met the start that was cancelled, and are open
             for outcome in outcomes:
                 if isinstance(outcome, AsyncEplbCommunicator):
@@ -196,7 +195,7 @@ class Calls:
         for comm in others:
             await comm.exclude(dead)
         reports = await asyncio.gather(*(comm.migrate(WITHOUT[dead], timeout=5.0) for comm in others))
-        assert all(isinstance(report, MigrationReport) for report in reports)
+        all_report(reports)
         assert all(comm.health().phase == "idle" for comm in others)
         assert sum(rows[comm.health().rank].wrong_bytes(WITHOUT[dead]) for comm in others) == 0
         assert rows[dead].wrong_bytes(comms[dead].placement) == 0

@@ -18,6 +18,7 @@ from eplb_async.testing.cluster import LocalCluster
 from eplb_async.testing.placements import random_placement
 from eplb_async.weights import Piece
 from tests.communicator.cuts import Cutter
+from tests.communicator.groups import all_report
 
 AWAY = 0x77  # memory that a rank has given up
 
@@ -222,7 +223,7 @@ class Run:
         self.fabric.faults = FaultPlan()
         new = self.new_placement()
         reports = await cluster.migrate(new, timeout=30.0)
-        assert all(isinstance(report, MigrationReport) for report in reports), reports
+        all_report(reports)
         assert all(comm.placement == new for comm in cluster.comms)
         assert cluster.wrong_bytes() == 0
         await self.settle(cluster)

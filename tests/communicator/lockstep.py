@@ -29,7 +29,6 @@ class LockStep:
         self.ranks = set(ranks)
         self.seen: dict[int, dict[int, Placement]] = defaultdict(dict)
         self.stuck: set[int] = set()
-        self.stop_after: int | None = None
         self._begun: dict[int, int] = dict.fromkeys(self.ranks, 0)
         self._changed = asyncio.Event()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from eplb_async.communicator import MigrationReport
 from eplb_async.core import events
 from eplb_async.core.placement import Placement
 from eplb_async.errors import CommunicatorClosed, EplbError, MigrationAborted, WeightsError
@@ -17,9 +16,8 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, Life, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.weights import Copy
+from tests.communicator.groups import NEW, OLD, all_report
 
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 ONE_LAYER = Settings(secret=b"s" * 16, staging_layers=1)
 
 
@@ -41,7 +39,7 @@ def test_a_recycle_that_fails_half_way_can_be_tried_again(call: str) -> None:
             assert isinstance(failed[0], EplbError), failed
             assert len(alive(fabric, 0)) == 1
             reports = await cluster.migrate(NEW, timeout=20.0)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes() == 0
         assert not alive(fabric, 0)
 
@@ -266,7 +264,7 @@ def test_excluding_what_is_no_other_rank_is_refused_and_changes_nothing(rank: in
             with pytest.raises(ValueError, match="not another rank"):
                 await cluster.comms[0].exclude(rank)
             reports = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
 
     run(main())
 
@@ -292,7 +290,7 @@ def test_a_cancelled_rebind_is_done_or_is_still_to_be_done(turns: int) -> None:
             if isinstance(results[0], WeightsError):
                 await cluster.comms[0].rebind()
                 results = await cluster.migrate(NEW, timeout=10.0)
-            assert all(isinstance(result, MigrationReport) for result in results), results
+            all_report(results)
             assert cluster.wrong_bytes() == 0
             assert all((memory == 0x77).all() for memory in left)
 

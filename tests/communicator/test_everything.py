@@ -22,12 +22,13 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
 from eplb_async.errors import ActivationTimeout, CommunicatorClosed, EplbError
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import all_report
 
 SEEDS = int(os.environ.get("SEEDS", "48"))
 SETTLE = 1.0
@@ -544,7 +545,7 @@ async def migrates(world: World, new: Placement, ranks: list[int]) -> None:
     results = await asyncio.gather(
         *(world.cluster.comms[r].migrate(new, timeout=30.0, load_expert=load[r]) for r in ranks), return_exceptions=True
     )
-    assert all(isinstance(result, MigrationReport) for result in results), results
+    all_report(results)
     assert all(world.cluster.comms[rank].placement == new for rank in ranks)
     same(world, ranks)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from eplb_async.communicator import MigrationReport
 from eplb_async.core import messages
 from eplb_async.core.placement import Placement
 from eplb_async.core.wire import Codec
 from eplb_async.rendezvous.keys import derive_key
 from eplb_async.testing import MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import all_report
 
 OLD = Placement([[0, 1, 0, 2, 1, 2]] * 4, ep_size=3)
 NEW = Placement([[2, 1, 0, 0, 1, 2]] * 4, ep_size=3)
@@ -87,7 +87,7 @@ def test_a_flood_neither_starves_a_migration_nor_grows(kind: str) -> None:
                 if not peak:
                     tracemalloc.start()
                 reports = await cluster.migrate(target, timeout=20.0, ranks=[0, 1])
-                assert all(isinstance(report, MigrationReport) for report in reports), reports
+                all_report(reports)
                 peak = max(peak, tracemalloc.get_traced_memory()[1])
                 tracemalloc.stop()
             assert cluster.wrong_bytes([0, 1]) == 0
@@ -120,7 +120,7 @@ def test_a_burst_of_a_member_costs_nobody_the_migration() -> None:
 
                 native.notifications = flooded  # type: ignore[method-assign]
             reports = await cluster.migrate(NEW, timeout=20.0)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes() == 0
 
     run(main())

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core import messages, wire
 from eplb_async.core.messages import Message
 from eplb_async.core.placement import Placement
@@ -25,6 +25,7 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.testing.memory import MemoryNative
+from tests.communicator.groups import all_report
 
 OLD = Placement([[0, 1, 2, 3, 4, 5]] * 2, ep_size=3)
 NEW = Placement([[2, 3, 4, 5, 0, 1]] * 2, ep_size=3)
@@ -110,7 +111,7 @@ def test_no_damaged_introduction_of_a_member_reaches_nixl() -> None:
             assert driver.dropped["bad introduction"] == len(blobs)
             assert driver.roster.get(1) is known
             reports = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes() == 0
 
     run(main())
@@ -142,7 +143,7 @@ def test_a_number_at_its_limit_wedges_nobody(make: Callable[[], Message]) -> Non
                     comm = cluster.comms[rank]
                     comm._session.driver.notification("whoever", said(comm, make(), sender=sender))
                 reports = await running
-                assert all(isinstance(report, MigrationReport) for report in reports), reports
+                all_report(reports)
             cluster.kill(2)
             for rank in (0, 1):
                 await cluster.comms[rank].exclude(2)
@@ -171,7 +172,7 @@ def test_whatever_arrives_is_counted_and_moves_nothing(packets: list[tuple[int, 
                 assert sum(driver.dropped.values()) == before + 1
                 await asyncio.sleep(0)
             reports = await running
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes() == 0
 
     run(main())

@@ -12,7 +12,7 @@ from typing import Literal
 
 import pytest
 
-from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core import messages
 from eplb_async.core.placement import Placement
 from eplb_async.core.wire import Codec
@@ -31,17 +31,9 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.weights import Copy
+from tests.communicator.groups import NEW, OLD, all_report, eventually
 
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 ONE_LAYER = Settings(secret=b"s" * 16, staging_layers=1)
-
-
-async def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait, on virtual time, until a condition holds."""
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def test_i3_staging_that_a_read_may_still_write_is_not_handed_out() -> None:
@@ -79,7 +71,7 @@ def test_i3_recycling_frees_staging_that_quarantine_holds() -> None:
             assert isinstance(first[0], NixlTransferTimeout)
             before = cluster.comms[0]._session.endpoint.name
             again = await cluster.migrate(NEW, timeout=30.0)
-            assert all(isinstance(report, MigrationReport) for report in again), again
+            all_report(again)
             assert cluster.comms[0].health().recycled == 1
             assert cluster.comms[0].health().quarantined_bytes == 0
             assert cluster.comms[0]._session.endpoint.name != before, "I-13: one name for two incarnations"
@@ -104,7 +96,7 @@ def test_i5_an_expert_is_done_only_when_all_its_reads_are_in() -> None:
                 assert cluster.wrong_bytes() == 0
                 assert len([entry for entry in fabric.log if "default/0." in entry[0]]) == 3
                 fabric.unhold()
-                assert all(isinstance(report, MigrationReport) for report in await tasks)
+                all_report(await tasks)
                 assert cluster.wrong_bytes() == 0
 
         run(main())
@@ -125,7 +117,7 @@ def test_i6_no_source_row_changes_before_all_have_read_the_layer() -> None:
             assert [comm.placement for comm in cluster.comms] == [partly, partly]
             assert cluster.wrong_bytes() == 0
             fabric.unhold()
-            assert all(isinstance(report, MigrationReport) for report in await tasks)
+            all_report(await tasks)
 
     run(main())
 
@@ -145,7 +137,7 @@ def test_i7_a_failed_tensor_keeps_the_whole_layer_old_on_every_rank() -> None:
             assert "nixlBackendError" in one.reason
             assert [comm.placement for comm in cluster.comms] == [OLD, OLD]
             assert cluster.wrong_bytes() == 0
-            assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(NEW))
+            all_report(await cluster.migrate(NEW))
 
     run(main())
 
@@ -166,7 +158,7 @@ def test_i8_stale_duplicate_and_forged_messages_are_counted_and_dropped() -> Non
             assert driver.protocol.snapshot() == before
             assert sum(driver.dropped.values()) == 4, driver.dropped
             for placement in (NEW, OLD):
-                assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(placement))
+                all_report(await cluster.migrate(placement))
             assert cluster.wrong_bytes() == 0
             assert sum(cluster.comms[0].health().dropped.values()) > 4
 
@@ -186,7 +178,7 @@ def test_i9_after_every_kind_of_failure_the_communicator_is_idle_and_usable() ->
                 cluster.migrate(NEW, ranks=[0]), cluster.migrate(other, ranks=[1]), return_exceptions=True
             )
             await eventually(lambda: all(comm.health().phase == "idle" for comm in cluster.comms))
-            assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(NEW))
+            all_report(await cluster.migrate(NEW))
             assert cluster.wrong_bytes() == 0
 
     run(main())
@@ -213,7 +205,7 @@ def test_i10_cancellation_always_gets_through(turns: int) -> None:
             assert len({comm.placement for comm in cluster.comms}) == 1
             assert cluster.wrong_bytes() == 0
             reports = await cluster.migrate(OLD)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes() == 0
         assert not cluster.fabric.violations
 
@@ -307,7 +299,7 @@ def test_i17_a_rank_with_nothing_to_do_serves_until_the_end() -> None:
         async with LocalCluster(old, fabric=fabric) as cluster:
             target = Placement([[1, 0, 2, 3]] * 4, ep_size=4)
             reports = await cluster.migrate(target, timeout=5.0)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes() == 0
 
     run(main())
@@ -346,7 +338,7 @@ def test_i18_a_layer_counts_as_applied_only_when_its_event_has_completed() -> No
             assert cluster.comms[0].placement == OLD
             assert cluster.comms[0].health().committed == 1, "staging of one layer was reused before its event"
             slow.event.set()
-            assert all(isinstance(report, MigrationReport) for report in await tasks)
+            all_report(await tasks)
             slow.event.clear()
             tasks = asyncio.ensure_future(cluster.migrate(OLD))
             await eventually(lambda: slow.waiting > 0)
@@ -382,7 +374,7 @@ def test_i7_a_rank_that_cannot_apply_is_out_and_says_so() -> None:
             await eventually(lambda: cluster.comms[0].health().members == (0, 1))
             assert cluster.comms[0].placement == cluster.comms[1].placement
             again = await cluster.migrate(without, ranks=[0, 1])
-            assert all(isinstance(report, MigrationReport) for report in again), again
+            all_report(again)
             assert cluster.wrong_bytes([0, 1]) == 0
 
     run(main())
@@ -396,7 +388,7 @@ def test_i11_an_endless_or_senseless_timeout_is_refused(timeout: float) -> None:
         async with LocalCluster(OLD) as cluster:
             with pytest.raises(ValueError, match="timeout="):
                 await cluster.comms[0].migrate(NEW, timeout=timeout)
-            assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(NEW))
+            all_report(await cluster.migrate(NEW))
 
     run(main())
 

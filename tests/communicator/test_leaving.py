@@ -33,6 +33,7 @@ from eplb_async.testing import run
 from eplb_async.testing.cluster import LocalCluster, MemoryRendezvous
 from eplb_async.testing.memory import MemoryFabric
 from eplb_async.testing.patterns import PatternWeights
+from tests.communicator.groups import all_report
 
 # Rank 2 alone holds experts 4 and 5; experts 0 and 1 have a copy on it, too.
 OLD = Placement([[0, 1, -1, -1, 2, 3, -1, -1, 4, 5, 0, 1]] * 2, ep_size=3)
@@ -130,7 +131,7 @@ def test_one_rank_without_load_expert_ends_it_for_all(who: int) -> None:
         assert isinstance(other, MigrationAborted)
         assert "every rank passes load_expert" in str(other)
         reports = await cluster.migrate(WITHOUT, ranks=[0, 1], load_expert=load)
-        assert all(isinstance(report, MigrationReport) for report in reports), reports
+        all_report(reports)
 
     in_a_smaller_view(test)
 
@@ -168,7 +169,7 @@ def test_each_rank_loads_what_it_needs_once_on_an_awaitable_too() -> None:
 
         twice = Placement([[0, 1, 4, 4, 2, 3, 5, 4, -1, -1, -1, -1]] * 2, ep_size=3)
         reports = await cluster.migrate(twice, ranks=[0, 1], load_expert=load)
-        assert all(isinstance(report, MigrationReport) for report in reports), reports
+        all_report(reports)
         assert sorted(calls) == [(0, 4), (0, 4), (0, 5), (1, 4), (1, 4), (1, 5)]
 
     in_a_smaller_view(test)
@@ -211,7 +212,7 @@ def test_a_loader_that_fails_ends_the_epoch_on_all_ranks_and_nothing_is_lost(giv
         assert cluster.comms[0].placement in (OLD, OLD.with_layers(WITHOUT, 1))
         assert cluster.wrong_bytes([0, 1]) == 0
         reports = await cluster.migrate(WITHOUT, ranks=[0, 1], load_expert=rows.load)
-        assert all(isinstance(report, MigrationReport) for report in reports), reports
+        all_report(reports)
 
     in_a_smaller_view(test)
 
@@ -266,7 +267,7 @@ def test_i10_a_cancel_while_loading_ends_at_once_on_all_ranks(turns: int) -> Non
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         reports = await cluster.migrate(WITHOUT, ranks=[0, 1], load_expert=cluster.rows[0].load)
-        assert all(isinstance(report, MigrationReport) for report in reports), reports
+        all_report(reports)
 
     in_a_smaller_view(test)
 

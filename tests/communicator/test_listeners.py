@@ -10,11 +10,11 @@ import weakref
 
 import pytest
 
-from eplb_async.communicator import MigrationReport
 from eplb_async.communicator.listeners import Listeners
 from eplb_async.core.placement import Placement
 from eplb_async.testing import run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import all_report
 
 OLD, NEW = Placement([[0, 1]] * 3, ep_size=2), Placement([[1, 0]] * 3, ep_size=2)
 
@@ -102,7 +102,7 @@ def test_nothing_that_one_raises_ends_the_apply(kind: type[BaseException]) -> No
     async def main() -> None:
         async with LocalCluster(OLD, on_layer_applied=lambda _: leave) as c:
             reports = await c.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert c.comms[0].health().callback_errors == 3
             assert kind.__name__ in c.comms[0].health().last_error
             assert c.wrong_bytes() == 0

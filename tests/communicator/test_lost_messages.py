@@ -7,13 +7,11 @@ import asyncio
 import pytest
 
 from eplb_async.communicator import MigrationReport
-from eplb_async.core.placement import Placement
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import NEW, OLD
 
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 SETTINGS = Settings(secret=b"s" * 16, settle_timeout=2.0)
 
 

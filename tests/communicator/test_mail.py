@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from eplb_async.communicator import MAX_MAIL, AsyncEplbCommunicator, MigrationReport, View, outbox
+from eplb_async.communicator import MAX_MAIL, AsyncEplbCommunicator, View, outbox
 from eplb_async.core import wire
 from eplb_async.core.messages import Word
 from eplb_async.core.placement import Placement
@@ -30,6 +30,7 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.testing.patterns import PatternWeights
+from tests.communicator.groups import all_report
 
 OLD = Placement([[0, 1, 2, 3, 4, 5]] * 2, ep_size=3)
 NEW = Placement([[2, 3, 4, 5, 0, 1]] * 2, ep_size=3)
@@ -160,7 +161,7 @@ def test_mail_between_migrations_and_in_them() -> None:
                 while not running.done():
                     cluster.comms[number].mail.send((number + 1) % 3, TOPIC, bytes(100_000))
                     await asyncio.sleep(0.001)
-                assert all(isinstance(report, MigrationReport) for report in running.result())
+                all_report(running.result())
             await asyncio.sleep(1.0)
             assert cluster.wrong_bytes() == 0
             assert len(came) >= 3
@@ -509,7 +510,7 @@ def test_a_subscriber_that_fails_costs_nobody_anything(error: BaseException, cap
                 cluster.comms[0].mail.send(1, TOPIC, b"x")
             await until(lambda: len(came) == 2)
             assert dropped(cluster, 1) == {"subscriber failed": 2}
-            assert all(isinstance(report, MigrationReport) for report in await cluster.migrate(NEW))
+            all_report(await cluster.migrate(NEW))
 
     run(main())
     assert "subscriber to topic 7 failed for 1 bytes of rank 0" in caplog.text
@@ -534,7 +535,7 @@ def test_a_member_that_floods_with_words_costs_a_bounded_amount_of_memory() -> N
                 comm._session.driver.notification("", data)
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-            assert all(isinstance(report, MigrationReport) for report in await running)
+            all_report(await running)
             assert peak < 1 << 20
             assert not came
             assert dropped(cluster, 0)["incomplete"] == 298
@@ -562,7 +563,7 @@ def test_large_mail_takes_turns_with_all_else() -> None:
                 for rank in (1, 2):
                     cluster.comms[0].mail.send(rank, TOPIC, bytes(MAX_MAIL))
             reports = await cluster.migrate(THIRD)
-            assert all(isinstance(report, MigrationReport) for report in reports)
+            all_report(reports)
             assert len(came) < 6
             await until(lambda: len(came) == 6)
             assert max(per_turn.values()) <= 8

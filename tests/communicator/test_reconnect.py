@@ -16,6 +16,7 @@ from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, EplbError, H
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import all_report
 
 SETTINGS = Settings(secret=b"s" * 16, settle_timeout=2.0, max_pause=0.03, hot_seconds=0.0002)
 
@@ -26,10 +27,6 @@ def ring_of(ep_size: int, shift: int = 0, *, empty: int | None = None) -> Placem
     if empty is not None:
         row[2 * empty : 2 * empty + 2] = [-1, -1]
     return Placement([row, row], ep_size=ep_size, num_logical=ep_size)
-
-
-def reports(results: list[MigrationReport | Exception]) -> bool:
-    return all(isinstance(result, MigrationReport) for result in results)
 
 
 async def lose(cluster: LocalCluster, rank: int) -> list[int]:
@@ -62,7 +59,7 @@ async def check_whole(cluster: LocalCluster, new: Placement) -> None:
     assert not any(comm.health().degraded for comm in cluster.comms)
     assert cluster.wrong_bytes() == 0
     results = await cluster.migrate(new)
-    assert reports(results), results
+    all_report(results)
     assert [comm.placement for comm in cluster.comms] == [new] * len(everybody)
     assert cluster.wrong_bytes() == 0
 
@@ -101,11 +98,11 @@ def test_the_others_migrate_while_a_rank_is_out_and_opening() -> None:
     async def main() -> None:
         async with LocalCluster(ring_of(3), settings=SETTINGS) as cluster:
             others = await lose(cluster, 2)
-            assert reports(await cluster.migrate(ring_of(3, 1, empty=2), ranks=others))
+            all_report(await cluster.migrate(ring_of(3, 1, empty=2), ranks=others))
             opening = asyncio.ensure_future(cluster.restart(2))
             for shift in (2, 0, 1):
                 await asyncio.sleep(1.0)
-                assert reports(await cluster.migrate(ring_of(3, shift, empty=2), ranks=others))
+                all_report(await cluster.migrate(ring_of(3, shift, empty=2), ranks=others))
                 assert cluster.wrong_bytes(others) == 0
             assert not opening.done()
             assert set(await cluster.reconnect(2, ranks=others)) == {None}
@@ -126,7 +123,7 @@ def test_its_slots_hold_what_it_says_and_the_rest_is_the_groups(claim: str) -> N
     async def main() -> None:
         async with LocalCluster(ring_of(3), settings=SETTINGS) as cluster:
             others = await lose(cluster, 2)
-            assert reports(await cluster.migrate(moved, ranks=others))
+            all_report(await cluster.migrate(moved, ranks=others))
             await back(cluster, 2, opened)
             now = cluster.comms[2].placement
             assert np.array_equal(now.local(2), loaded[:, 4:6])
@@ -222,14 +219,14 @@ def test_one_that_is_back_takes_part_when_a_migration_is_made_again() -> None:
 
     async def main() -> None:
         async with LocalCluster(ring_of(4), settings=SETTINGS) as cluster:
-            assert reports(await cluster.migrate(ring_of(4, 1)))
+            all_report(await cluster.migrate(ring_of(4, 1)))
             await lose(cluster, 2)
             await back(cluster, 2, ring_of(4, 1))
             migrating = asyncio.ensure_future(cluster.migrate(ring_of(4, 2, empty=3), ranks=[0, 1, 2]))
             await asyncio.sleep(0.05)
             cluster.kill(3)
             results = await migrating
-            assert reports(results), results
+            all_report(results)
 
     run(main())
 
@@ -301,7 +298,7 @@ def test_a_fenced_rank_opens_again_in_the_same_process() -> None:
         async with LocalCluster(ring_of(3), settings=SETTINGS) as cluster:
             cluster.stop(2)
             await asyncio.gather(*(cluster.comms[rank].exclude(2) for rank in (0, 1)))
-            assert reports(await cluster.migrate(ring_of(3, 1, empty=2), ranks=(0, 1)))
+            all_report(await cluster.migrate(ring_of(3, 1, empty=2), ranks=(0, 1)))
             cluster.resume(2)
             with pytest.raises((MigrationError, CommunicatorClosed)):
                 await cluster.comms[2].migrate(ring_of(3, 1), timeout=5.0)
@@ -474,7 +471,7 @@ def test_errors_say_what_was_waited_for() -> None:
                 await opening
             (error,) = await cluster.reconnect(2, timeout=1.0, ranks=[0])
             assert "has died too" in str(error)
-            assert reports(await cluster.migrate(ring_of(3, 1, empty=2), ranks=[0, 1]))
+            all_report(await cluster.migrate(ring_of(3, 1, empty=2), ranks=[0, 1]))
             await back(cluster, 2)
             await check_whole(cluster, ring_of(3, 1))
 
@@ -501,7 +498,7 @@ def test_busy_both_ways() -> None:
             await asyncio.sleep(0)
             with pytest.raises(CommunicatorBusy):
                 await comm.reconnect(2)
-            assert reports(await migrating)
+            all_report(await migrating)
             await check_whole(cluster, ring_of(3, 2))
             await comm.aclose()
             with pytest.raises(CommunicatorClosed):
@@ -559,7 +556,7 @@ def test_cut_off_at_any_moment_it_can_be_called_again(seed: int) -> None:
             if inside:
                 assert inside == others, "the view has it on all or on none"
                 empty = ring_of(ep_size, empty=dead)
-                assert reports(await cluster.migrate(empty, ranks=others))
+                all_report(await cluster.migrate(empty, ranks=others))
                 if opening.done():
                     await asyncio.wait([opening])
                     opening = asyncio.ensure_future(cluster.restart(dead, timeout=20.0))
@@ -606,7 +603,7 @@ def test_a_job_that_starts_over_on_a_store_that_remembers_opens_as_ever(apart: f
     async def main() -> None:
         first = LocalCluster(ring_of(3), settings=SETTINGS, fabric=fabric)
         async with first:
-            assert reports(await first.migrate(ring_of(3, 1)))
+            all_report(await first.migrate(ring_of(3, 1)))
         second = LocalCluster(ring_of(3), settings=SETTINGS, fabric=fabric)
         second.rendezvous = first.rendezvous
         opening = []

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from eplb_async.communicator import MigrationReport
 from eplb_async.core.placement import Placement
 from eplb_async.errors import NixlTransferFailed
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import all_report
 
 OLD = Placement([[0, 1, 2, 3, 4, 5]] * 2, ep_size=3)
 NEW = Placement([[2, 3, 4, 5, 0, 1]] * 2, ep_size=3)
@@ -32,7 +32,7 @@ def test_any_ranks_may_recycle_at_once(ranks: tuple[int, ...]) -> None:
             assert any(isinstance(result, NixlTransferFailed) for result in failed)
             for target in (NEW, OLD):
                 reports = await cluster.migrate(target, timeout=20.0)
-                assert all(isinstance(report, MigrationReport) for report in reports), reports
+                all_report(reports)
                 assert cluster.wrong_bytes() == 0
             healths = [comm.health() for comm in cluster.comms]
             assert [health.recycled for health in healths] == [int(rank in ranks) for rank in range(3)]
@@ -61,7 +61,7 @@ def test_a_cancel_during_recycling_does_not_leave_two_agents(turns: int) -> None
             task.cancel()
             await asyncio.wait([task])
             reports = await cluster.migrate(NEW, timeout=20.0)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert session._agents.retiring is None
             assert cluster.comms[0].health().recycled == 1
             assert cluster.wrong_bytes() == 0
@@ -87,7 +87,7 @@ def test_a_peer_that_recycled_is_forgotten_when_reads_from_its_old_agent_have_en
             assert len(reader.endpoint.peers) == 1
             fabric.faults = FaultPlan()
             reports = await cluster.migrate(new, timeout=20.0)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
 
     run(main())
     assert not fabric.violations

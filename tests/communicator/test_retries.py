@@ -19,6 +19,7 @@ from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.testing.placements import random_placement
 from eplb_async.weights import Copy, Piece
+from tests.communicator.groups import all_report
 
 # Experts 0 and 1 are held by ranks 0 and 1; rank 2 wants both.
 OLD = Placement([[0, 1, 2, -1, 0, 1, 3, -1, 4, 5, -1, -1]] * 3, ep_size=3)
@@ -44,7 +45,7 @@ def test_a_failed_read_is_made_again_from_the_other_rank(
         async with LocalCluster(OLD, row_bytes=ROWS, fabric=fabric, settings=with_settings()) as cluster:
             with caplog.at_level(logging.WARNING, "eplb_async.communicator"):
                 reports = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             retries = [report.retries for report in reports if isinstance(report, MigrationReport)]
             assert retries[:2] == [0, 0]
             assert 1 <= retries[2] <= 3, "layers posted before the first failure was known"
@@ -80,7 +81,7 @@ def test_i3_what_a_failed_read_may_still_write_is_not_used_for_the_one_instead()
     async def main() -> None:
         async with LocalCluster(OLD, row_bytes=ROWS, fabric=fabric, settings=with_settings()) as cluster:
             reports = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.comms[2].health().quarantined_bytes > 0
             staging = cluster.comms[2]._session._staging
             taken = []
@@ -93,7 +94,7 @@ def test_i3_what_a_failed_read_may_still_write_is_not_used_for_the_one_instead()
             staging.free(tuple(taken))
             assert cluster.wrong_bytes() == 0
             again = await cluster.migrate(OLD)
-            assert all(isinstance(report, MigrationReport) for report in again), again
+            all_report(again)
 
     run(main())
     assert not fabric.violations
@@ -108,7 +109,7 @@ def test_an_expert_moves_as_a_whole_from_the_rank_instead() -> None:
     async def main() -> None:
         async with LocalCluster(old, fabric=fabric, settings=settings) as cluster:
             reports = await cluster.migrate(new)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert reports[2].retries == 1  # type: ignore[union-attr]
             # Three READs for each of two experts in the layer, and three more for the one that failed.
             assert len(fabric.log) == 3 * 2 + 3
@@ -133,7 +134,7 @@ def test_each_source_is_tried_once_and_then_the_layer_is_given_up() -> None:
             assert all(comm.placement == OLD for comm in cluster.comms)
             fabric.faults = FaultPlan()
             again = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in again), again
+            all_report(again)
             assert cluster.wrong_bytes() == 0
 
     run(main())
@@ -156,7 +157,7 @@ def test_later_layers_give_back_their_staging_for_it(held: bool) -> None:
             old, row_bytes=ROWS, fabric=fabric, settings=with_settings(staging_layers=2)
         ) as cluster:
             reports = await cluster.migrate(new)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert reports[2].retries == 2  # type: ignore[union-attr]
             asked = [nbytes for reader, _, nbytes in fabric.log if reader.startswith("default/2.")]
             # Layers 0 and 1 from both, layer 0 again, then layer 1 once more and the others from rank 1 alone.
@@ -236,7 +237,7 @@ def test_a_read_that_is_made_again_waits_for_no_source_but_its_own() -> None:
             assert asked.count("default/1") == 3, "it waits for rank 0"
             fabric.unhold()
             reports = await moving
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes([0, 1, 2]) == 0
 
     run(main())
@@ -283,7 +284,7 @@ def test_i16_a_source_that_holds_something_else_is_passed_over() -> None:
             for rank in (0, 1):
                 cluster.comms[rank]._session.weights.write_entries(1, [3, 1, 2, -1] if rank == 0 else [0, 1, 3, -1], 0)
             reports = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert reports[2].retries <= 1  # type: ignore[union-attr]
             assert cluster.wrong_bytes() == 0
             cluster.comms[1]._session.weights.write_entries(1, [3, 3, 3, -1], 0)
@@ -304,7 +305,7 @@ def test_i16_rows_that_were_scribbled_on_are_passed_over_in_full_mode() -> None:
             for expert in (0, 1):
                 cluster.rows[0].layers[1][0][expert, 7] ^= 0xFF
             reports = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert reports[2].retries == 1  # type: ignore[union-attr]
             assert "IntegrityError" in cluster.comms[2].health().degraded[0]
             assert cluster.wrong_bytes([1, 2]) == 0
@@ -377,7 +378,7 @@ def test_whatever_fails_all_ranks_end_at_one_layer_with_the_right_bytes(
                 assert cluster.wrong_bytes() == 0
             fabric.faults = FaultPlan()
             again = await cluster.migrate(first)
-            assert all(isinstance(result, MigrationReport) for result in again), again
+            all_report(again)
             assert cluster.wrong_bytes() == 0
 
     run(main())

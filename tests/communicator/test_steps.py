@@ -25,20 +25,10 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.testing.placements import random_placement
+from tests.communicator.groups import NEW, OLD, THREE, THREE_NEW, all_report, eventually
 from tests.communicator.lockstep import LockStep, settings
 
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
-THREE = Placement([[0, 1, 0, 2, 1, 2]] * 3, ep_size=3)
-THREE_NEW = Placement([[2, 1, 0, 0, 1, 2]] * 3, ep_size=3)
 CALM = {"max_pause": 0.02, "hot_seconds": 0.0002}  # virtual time goes by in fewer laps
-
-
-async def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait, on virtual time, until a condition holds."""
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 class Running:
@@ -72,10 +62,6 @@ class Running:
     async def step(self, number: int) -> None:
         """Wait until all ranks have begun a step."""
         await eventually(lambda: all(comm.health().step >= number for comm in self.cluster.comms))
-
-
-def all_report(results: list[Any]) -> None:
-    assert all(isinstance(result, MigrationReport) for result in results), results
 
 
 # ---------------------------------------------------------------------------------------- without any failure

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from eplb_async.communicator import MigrationReport
 from eplb_async.communicator.stretch import Stretches
 from eplb_async.core.incoming import Incoming
 from eplb_async.core.layout import Layout, TensorPlace, TensorSpec
@@ -26,6 +25,7 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
 from eplb_async.testing.placements import random_placement
+from tests.communicator.groups import all_report, posts
 
 LAYERS = 16
 OLD = Placement([[0, 1, 2, 3]] * LAYERS, ep_size=2)
@@ -36,10 +36,6 @@ ROWS = (4096, 1024)  # so large that alignment is not what fills the staging
 def chosen(**more: object) -> Settings:
     """Settings of a cluster; its staging holds all layers, so that a quarter of them go together."""
     return Settings(secret=b"s" * 16, **more)  # type: ignore[arg-type]
-
-
-def reads_of(fabric: MemoryFabric, rank: int) -> int:
-    return sum(reader.startswith(f"default/{rank}.") for reader, _, _ in fabric.log)
 
 
 # ----------------------------------------------------------------------------------------------- how many together
@@ -120,14 +116,14 @@ def test_small_layers_share_posts_votes_and_copies_and_are_told_one_by_one() -> 
 
             copier.copy = counted  # type: ignore[method-assign, assignment]
             reports = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert [report.reads for report in reports] == [4, 4]  # type: ignore[union-attr]
             assert copies == 4
             assert cluster.wrong_bytes() == 0
 
     run(main())
     assert told == [list(range(LAYERS))] * 2
-    assert (reads_of(fabric, 0), reads_of(fabric, 1)) == (4, 4)
+    assert (posts(fabric, 0), posts(fabric, 1)) == (4, 4)
 
 
 def test_ranks_need_not_take_the_same_layers_together() -> None:
@@ -139,7 +135,7 @@ def test_ranks_need_not_take_the_same_layers_together() -> None:
         async with LocalCluster(OLD, row_bytes=ROWS, fabric=fabric, settings=settings) as cluster:
             for placement in (NEW, OLD):
                 reports = await cluster.migrate(placement)
-                assert all(isinstance(report, MigrationReport) for report in reports), reports
+                all_report(reports)
                 assert [report.reads for report in reports] == [16, 6]  # type: ignore[union-attr]
                 assert cluster.wrong_bytes() == 0
 
@@ -174,7 +170,7 @@ def test_layers_that_lie_one_behind_the_other_are_read_each_by_itself() -> None:
         async with cluster:
             for placement in (new, OLD):
                 reports = await cluster.migrate(placement)
-                assert all(isinstance(report, MigrationReport) for report in reports), reports
+                all_report(reports)
                 assert cluster.wrong_bytes() == 0
 
     run(main())
@@ -196,9 +192,9 @@ def test_a_read_that_fails_in_the_middle_of_a_stretch_is_made_again_alone(caplog
         async with LocalCluster(SPARE, row_bytes=ROWS, fabric=fabric, settings=settings) as cluster:
             with caplog.at_level(logging.WARNING, "eplb_async.communicator"):
                 reports = await cluster.migrate(WANTED)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert reports[2].retries == 1  # type: ignore[union-attr]
-            assert reads_of(fabric, 2) == 3 * 2 * LAYERS + 3
+            assert posts(fabric, 2) == 3 * 2 * LAYERS + 3
             assert cluster.wrong_bytes() == 0
             said = [r.getMessage() for r in caplog.records if "instead of" in r.getMessage()]
             assert len(said) == 1, said
@@ -217,7 +213,7 @@ def test_a_post_of_several_layers_that_fails_is_told_layer_by_layer(caplog: pyte
         async with LocalCluster(SPARE, row_bytes=ROWS, fabric=fabric, settings=chosen()) as cluster:
             with caplog.at_level(logging.WARNING, "eplb_async.communicator"):
                 reports = await cluster.migrate(WANTED)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             said = [r.getMessage() for r in caplog.records if "instead of" in r.getMessage()]
             assert len(said) == reports[2].retries == 8  # type: ignore[union-attr]
             assert [f"of layer {layer} instead of rank 0" in line for layer, line in enumerate(said, 8)] == [True] * 8
@@ -242,7 +238,7 @@ def test_the_error_names_the_layer_and_the_expert_that_no_source_is_left_for() -
             assert [comm.placement for comm in cluster.comms] == [ended, ended]
             assert cluster.wrong_bytes() == 0
             again = await cluster.migrate(NEW)
-            assert all(isinstance(report, MigrationReport) for report in again), again
+            all_report(again)
             assert cluster.wrong_bytes() == 0
 
     run(main())
@@ -259,7 +255,7 @@ def test_later_stretches_give_back_their_staging_for_a_read_that_is_made_again()
         settings = chosen(staging_layers=8)
         async with LocalCluster(old, row_bytes=ROWS, fabric=fabric, settings=settings) as cluster:
             reports = await cluster.migrate(new)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert reports[2].retries == 2 * 2  # type: ignore[union-attr]
             assert cluster.wrong_bytes() == 0
 
@@ -285,7 +281,7 @@ def test_a_stretch_is_applied_as_far_as_nobody_uses_its_layers() -> None:
                 async with comm.using(3), comm.using(1), comm.using(0):  # its door is not shut, theirs are open again
                     assert comm.placement == OLD.with_layers(NEW, 2)
                 assert cluster.wrong_bytes() == 0
-            assert all(isinstance(report, MigrationReport) for report in await moving)
+            all_report(await moving)
             async with comm.using(2), comm.using(3):
                 assert comm.placement == NEW
             assert cluster.wrong_bytes() == 0
@@ -308,8 +304,8 @@ def test_at_steps_the_layers_of_a_stretch_change_one_by_one() -> None:
                         now = comm.placement.physical_to_logical_map
                         seen.append(int((now == NEW.physical_to_logical_map).all(axis=1).sum()))
                 await asyncio.sleep(0.05)
-            assert all(isinstance(report, MigrationReport) for report in await moving)
-            assert reads_of(fabric, 0) == 4
+            all_report(await moving)
+            assert posts(fabric, 0) == 4
             assert cluster.wrong_bytes() == 0
 
     run(main())
@@ -389,7 +385,7 @@ def test_i7_wherever_it_ends_all_ranks_end_at_one_layer(
             if ends != "kill":
                 fabric.faults = FaultPlan()
                 again = await cluster.migrate(first)
-                assert all(isinstance(result, MigrationReport) for result in again), again
+                all_report(again)
                 assert cluster.wrong_bytes() == 0
             for task in tasks:
                 task.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
+from eplb_async.communicator import AsyncEplbCommunicator
 from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import (
@@ -26,9 +26,8 @@ from eplb_async.errors import (
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, Life, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import NEW, OLD, all_report, migrates
 
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 THREE = Placement([[0, 1, 2, 3, 0, 1]] * 2, ep_size=3)
 OTHER = Placement([[2, 3, 0, 1, 2, 3]] * 2, ep_size=3)
 
@@ -67,13 +66,6 @@ def wake(cluster: LocalCluster, rank: int) -> None:
         for tensor, nbytes in zip(tensors, rows.row_bytes, strict=True):
             tensor.data = torch.zeros(placement.num_local_experts, nbytes, dtype=torch.uint8)
     rows.fill(placement)
-
-
-async def migrates(cluster: LocalCluster, placement: Placement) -> None:
-    """A migration of all that works, every byte right."""
-    reports = await cluster.migrate(placement)
-    assert all(isinstance(report, MigrationReport) for report in reports), reports
-    assert cluster.wrong_bytes() == 0
 
 
 @pytest.mark.parametrize("verify", ["off", "identity", "full"])
@@ -149,7 +141,7 @@ def test_a_suspended_rank_takes_part_in_a_view_change() -> None:
                     await asyncio.sleep(0.01)
             await cluster.comms[1].resume()
             reports = await cluster.migrate(without, ranks=[0, 1])
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes([0, 1]) == 0
 
     run(main())

@@ -31,9 +31,8 @@ from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 from eplb_async.testing.cluster import LocalCluster, MemoryRendezvous
 from eplb_async.testing.placements import random_placement
+from tests.communicator.groups import NEW, OLD, all_report, migrates
 
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
 # An idle rank may look for messages every two seconds only; until then it counts a JOIN that was taken back.
 SETTLED_SECONDS = 2.2
 
@@ -49,13 +48,6 @@ async def update(cluster: LocalCluster, rank: int, layers: Iterable[int] | None 
         assert placement == cluster.comms[rank].placement
         cluster.rows[rank].rewrite(placement, chosen)
         await asyncio.sleep(0.001)
-
-
-async def migrates(cluster: LocalCluster, placement: Placement) -> None:
-    """A migration of all that works, every byte right."""
-    reports = await cluster.migrate(placement)
-    assert all(isinstance(report, MigrationReport) for report in reports), reports
-    assert cluster.wrong_bytes() == 0
 
 
 # ------------------------------------------------------------------------------------------------------- C33
@@ -227,7 +219,7 @@ def test_layers_that_are_none_are_refused_before_anything(layers: Any, said: str
             with pytest.raises(ValueError, match=said):
                 async with cluster.comms[0].updating_weights(layers):
                     raise AssertionError("entered")
-            assert all(isinstance(report, MigrationReport) for report in await running)
+            all_report(await running)
             assert cluster.comms[0].health().weight_version == 0
 
     run(main())

@@ -26,32 +26,17 @@ from eplb_async.errors import ActivationTimeout, CommunicatorClosed, MigrationAb
 from eplb_async.settings import Settings
 from eplb_async.testing import run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import NEW, OLD, THREE, THREE_NEW, all_report, eventually
 
 pytestmark = pytest.mark.timeout(60)
-
-OLD = Placement([[0, 1, 2, 3]] * 3, ep_size=2)
-NEW = Placement([[2, 1, 0, 3]] * 3, ep_size=2)
-THREE = Placement([[0, 1, 0, 2, 1, 2]] * 3, ep_size=3)
-THREE_NEW = Placement([[2, 1, 0, 0, 1, 2]] * 3, ep_size=3)
 
 
 def settings(**more: Any) -> Settings:
     return Settings(secret=b"the cluster's secret", **{"activation_timeout": 2.0, **more})
 
 
-async def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait, on virtual time, until a condition holds."""
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def waits_for_users(c: LocalCluster, rank: int = 0) -> None:
     await eventually(lambda: bool(c.comms[rank].health().in_use))
-
-
-def all_report(results: list[Any]) -> None:
-    assert all(isinstance(result, MigrationReport) for result in results), results
 
 
 # ------------------------------------------------------------------------------------------ one layer and its users

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from eplb_async.communicator import MigrationReport
 from eplb_async.core.placement import Placement
 from eplb_async.errors import MigrationAborted, PlacementError
 from eplb_async.testing import run
 from eplb_async.testing.cluster import LocalCluster
+from tests.communicator.groups import all_report
 
 OLD = Placement([[0, 1, 3, 2, 3, 0, 2, 0, 1]] * 3, ep_size=3)
 NEW = Placement([[2, 3, 0, 1, 0, 2, 0, 1, 3]] * 3, ep_size=3)
@@ -30,7 +30,7 @@ def test_a_migration_without_a_rank_is_what_finds_its_death(dead: int, target: P
             if known:
                 await cluster.comms[others[1]].exclude(dead)
             reports = await cluster.migrate(target, ranks=others)
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert [cluster.comms[rank].placement for rank in others] == [target] * 2
             assert cluster.wrong_bytes(others) == 0
             assert [cluster.comms[rank].health().members for rank in others] == [tuple(others)] * 2
@@ -50,7 +50,7 @@ def test_a_placement_that_needs_a_dead_rank_ends_and_says_why() -> None:
                 assert isinstance(error.__cause__, PlacementError)
                 assert "ranks that are not members (members are ranks 0, 1): rank 2" in str(error.__cause__)
             reports = await cluster.migrate(WITHOUT_2, ranks=(0, 1))
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
 
     run(main())
 
@@ -65,7 +65,7 @@ def test_a_rank_that_closes_while_the_others_join_is_gone_on_without() -> None:
                 await asyncio.sleep(0.001)
             await cluster.comms[2].aclose()
             reports = await migrating
-            assert all(isinstance(report, MigrationReport) for report in reports), reports
+            all_report(reports)
             assert cluster.wrong_bytes((0, 1)) == 0
 
     run(main())

@@ -198,7 +198,7 @@ class Campaign:
     def _settle(self, answers: dict[int, Any]) -> None:
         """An excluded rank is out of every view, and nobody is in doubt any more."""
         for rank in answers:
-            self._ask(rank, "members_are", *self.others)
+            self._ask(rank, "members", *self.others)
 
     def _return(self) -> None:
         """The stopped rank goes on: nobody has given it up."""

@@ -25,7 +25,7 @@ def test_mail_among_three_ranks_and_the_death_of_an_idle_one(start: Start, trans
     assert ranks.all("check", NEW) == [0, 0, 0]
     assert [health["dropped"] for health in ranks.all("health")] == [{}, {}, {}]
     ranks.kill(1)
-    ranks.all("members_are", 0, 2, ranks=[0, 2])
+    ranks.all("members", 0, 2, ranks=[0, 2])
     assert [health["degraded"] for health in ranks.all("health", ranks=[0, 2])] == [{1: "disconnected"}] * 2
 
 

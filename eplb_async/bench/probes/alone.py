@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from eplb_async.bench.bars import bar
+
 
 def at_most(name: str, limit: float, measured: float) -> dict[str, Any]:
     """A bar that is met by ``limit`` or less, as it stands in the results."""
-    return {"name": name, "bar": f"<= {limit:g}", "measured": round(measured, 4), "met": measured <= limit}
+    return bar(name, f"<= {limit:g}", round(measured, 4), measured <= limit)
 
 
 def main(name: str, measure: Callable[..., dict[str, Any]]) -> None:

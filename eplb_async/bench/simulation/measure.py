@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from eplb_async.bench.bars import bar
 from eplb_async.bench.simulation.control import coordinator_cost
 from eplb_async.bench.simulation.memory import rank_memory
 from eplb_async.bench.simulation.run import Outcome, simulate
@@ -120,25 +121,14 @@ def _bars(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
     limit = 2 + 2 / layers  # a vote and a decision for each layer, and JOIN and BEGIN
     most = max(curve["most_messages_per_rank_layer"] for curve in curves)
     few, many = curves[0]["ranks"], curves[-1]["ranks"]
-    bars = [
-        {
-            "name": f"most messages of a rank per layer, {few} to {many} ranks",
-            "bar": f"<= {limit:g}",
-            "measured": most,
-            "met": most <= limit,
-        }
-    ]
+    bars = [bar(f"most messages of a rank per layer, {few} to {many} ranks", f"<= {limit:g}", most, most <= limit)]
     for curve in curves:
         if curve["ranks"] == BAR_RANKS:
             for staging, over in curve["makespan_over_bound_by_staging"].items():
                 middle = statistics.median(over)
-                bars.append(
-                    {
-                        "name": f"makespan over the busiest NIC, {BAR_RANKS} ranks, {staging} layers of staging, "
-                        f"median of {len(over)} placements",
-                        "bar": f"<= {MAKESPAN_BAR}",
-                        "measured": middle,
-                        "met": middle <= MAKESPAN_BAR,
-                    }
+                what = (
+                    f"makespan over the busiest NIC, {BAR_RANKS} ranks, {staging} layers of staging, "
+                    f"median of {len(over)} placements"
                 )
+                bars.append(bar(what, f"<= {MAKESPAN_BAR}", middle, middle <= MAKESPAN_BAR))
     return bars
