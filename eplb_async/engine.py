@@ -78,11 +78,12 @@ class LoopEngine:
             self.post(lambda: self._begin(submission))
             result: T = await submission.future
             return result
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if detach:
                 raise
+            why = error.args[0] if error.args else None
             with contextlib.suppress(CommunicatorClosed):
-                self.post(submission.cancel)
+                self.post(lambda: submission.cancel(why))
             raise
         finally:
             self._submissions.discard(submission)

@@ -42,11 +42,11 @@ class Submission:
         else:
             self._tell(self._deliver, task, error)
 
-    def cancel(self) -> None:
-        """Cancel the call, on the engine loop."""
+    def cancel(self, why: object = None) -> None:
+        """Cancel the call, on the engine loop; ``why`` as the message of a task's cancel."""
         self._cancelled = True
         if self._task is not None:
-            self._task.cancel()
+            self._task.cancel(why)
 
     def refuse(self) -> None:
         """Tell the caller that the engine has stopped; callable from the engine's thread."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import torch
 
 from eplb_async.communicator.calls import Calls
+from eplb_async.communicator.dial import Dial
 from eplb_async.communicator.listeners import AppliedCallback, Listeners
 from eplb_async.communicator.loading import Loader, LoadExpert, refuse_inside
 from eplb_async.communicator.mail import Mail
@@ -65,6 +66,8 @@ class AsyncEplbCommunicator:
         self._mail = Mail(engine, session.driver)
         session.driver.post.reader = weakref.ref(self._mail)  # what a subscriber holds may hold this
         self._uses = None if session.users is None else session.users.uses
+        self._watch = Dial(engine, session.driver.watch_every, 0.0)
+        self._limit = Dial(engine, session.limit, session.settings.max_bytes_per_second)
         self._listeners = Listeners()
         session.listeners = weakref.ref(self._listeners)
         if on_layer_applied is not None:
@@ -295,7 +298,7 @@ class AsyncEplbCommunicator:
             self._session.throttle.paused = True
             _log.info("paused: no READ is posted until resume()")
 
-    def limit(self, max_bytes_per_second: int) -> None:
+    def limit(self, max_bytes_per_second: int) -> Callable[[], None]:
         """Limit what this rank's READs bring, from now on, as ``settings.max_bytes_per_second`` does from ``open`` on.
 
         READs that are made again count; copies within the rank, and what peers read from this rank, do not.
@@ -303,13 +306,15 @@ class AsyncEplbCommunicator:
         Args:
             max_bytes_per_second: Bytes a second; 0 for no limit.
 
+        Returns:
+            Puts back what was before, unless it is closed, or was called again since.
+
         Raises:
             ValueError: It is no such number; nothing has changed.
             CommunicatorClosed: It is closed.
         """
         self._calls.check_usable()
-        chosen = Settings(max_bytes_per_second=max_bytes_per_second).max_bytes_per_second
-        self._engine.post(lambda: self._session.limit(chosen))
+        return self._limit.set(Settings(max_bytes_per_second=max_bytes_per_second).max_bytes_per_second)
 
     async def suspend(self, *, timeout: float | None = None) -> None:
         """Let go of all memory, weights and staging, so that it can be freed (sleep mode); :meth:`resume` comes back.
@@ -539,7 +544,7 @@ class AsyncEplbCommunicator:
         """Small messages between members, for the layer above. Thread-safe."""
         return self._mail
 
-    def watch(self, seconds: float) -> None:
+    def watch(self, seconds: float) -> Callable[[], None]:
         """Send to every member at this interval also while nothing is waited for; 0 ends that, and is the default.
 
         So a process that has died is proven gone within one or two intervals, and the view changes without it, also
@@ -550,13 +555,15 @@ class AsyncEplbCommunicator:
         Args:
             seconds: Between two messages to one member: 0, or 0.05 to 3600.
 
+        Returns:
+            Puts back what was before, unless it is closed, or was called again since.
+
         Raises:
             ValueError: It is none of these.
             CommunicatorClosed: It is closed.
         """
         self._calls.check_usable()
-        interval = checked_interval(seconds)
-        self._engine.post(lambda: self._session.driver.watch_every(interval))
+        return self._watch.set(checked_interval(seconds))
 
     def plan(self, placement: Placement, *, gbps: float | None = None, local_gbps: float | None = None) -> Forecast:
         """What :meth:`migrate` to this placement would move now: nothing is sent, and nothing changes.

@@ -161,8 +161,9 @@ class Migrations:
         try:
             self._driver.begin(attempt, self._digests(attempt.plan, refuses=attempt.cause is not None))
             return await asyncio.shield(attempt.result)
-        except asyncio.CancelledError:
-            self._driver.give_up(attempt, "cancelled by its caller")
+        except asyncio.CancelledError as error:
+            why = f": {error.args[0]}" if error.args and isinstance(error.args[0], str) else ""
+            self._driver.give_up(attempt, f"cancelled by its caller{why}")
             raise
         finally:
             timer.cancel()

@@ -45,9 +45,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Cancel this rank's migration of the round: another rank does not take part. No answer is wanted."""
+    """Cancel this rank's migration of the round: it is over, for this reason. No answer is wanted."""
 
     round: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from eplb_async.service.payloads import Loads, Verdict
 from eplb_async.service.report import Outcome
 from eplb_async.service.settings import ServiceSettings
 
-__all__ = ["Policy", "count_moves", "decide"]
+__all__ = ["Policy", "count_moves", "decide", "misplaced"]
 
 Policy = Callable[[NDArray[np.float64], Placement], Placement | Rebalance]
 """Loads ``[num_layers, num_logical]`` and where the experts are, to where they are to be."""
@@ -37,7 +37,8 @@ def decide(
     Args:
         answers: Loads of each member.
         placement: Where the experts are.
-        members: Ranks of the view. If others still hold experts, it is worth moving whatever the gain is.
+        members: Ranks of the view. If others still hold experts, or one of these holds none and is given some, it is
+            worth moving whatever the gain is.
         policy: The policy; ``None`` for the default one.
         settings: Gates.
         force: Whether any change is worth it.
@@ -52,14 +53,15 @@ def decide(
     """
     loads = np.sum([answer.loads for answer in answers.values()], axis=0)
     out = sorted(set(range(placement.ep_size)) - set(members))
-    must = any((placement.local(rank) >= 0).any() for rank in out)
+    must = _holders(placement).intersection(out)
     if not loads.any() and not must:
         steps = {rank: answer.steps for rank, answer in sorted(answers.items())}
         return _verdict("no_load", f"no load on any rank; steps recorded by rank: {steps}")
-    before = balancedness(loads, placement)
+    before = balancedness(loads, placement, ranks=members)
     found = _ask(policy or _default(settings, out), loads, placement)
-    after, moves = balancedness(loads, found), count_moves(placement, found)
-    if held := [rank for rank in out if (found.local(rank) >= 0).any()]:
+    after, moves = balancedness(loads, found, ranks=members), count_moves(placement, found)
+    holders = _holders(found)
+    if held := sorted(holders.intersection(out)):
         raise PlacementError(f"the policy places experts on ranks {held}, which are out of the group")
     if settings.max_moves and moves > settings.max_moves:
         raise PlacementError(f"the policy moves {moves} slots; max_moves is {settings.max_moves}")
@@ -67,10 +69,18 @@ def decide(
     gain = after - before
     if found == placement:
         return _verdict("not_worth_it", "the policy keeps the placement", **known)
-    if not (must or force or gain >= settings.min_gain):
+    filled = sorted((holders - _holders(placement)).intersection(members))
+    if not (must or filled or force or gain >= settings.min_gain):
         return _verdict("not_worth_it", f"the gain {gain:.4f} is below min_gain {settings.min_gain:g}", **known)
-    why = f"ranks {out} are out and hold experts" if must else f"forced, gain {gain:.4f}" if force else ""
+    why = f"forced, gain {gain:.4f}" if force else ""
+    why = f"ranks {filled} hold no experts" if filled else why
+    why = f"ranks {sorted(must)} are out and hold experts" if must else why
     return _verdict("moved", why, placement=found, **known)
+
+
+def misplaced(placement: Placement, members: Collection[int]) -> bool:
+    """Whether a rank that is out holds experts, or a member holds none: a round is due whatever the loads are."""
+    return _holders(placement) != set(members)
 
 
 def count_moves(old: Placement, new: Placement) -> int:
@@ -82,6 +92,11 @@ def count_moves(old: Placement, new: Placement) -> int:
     held[layers[..., None], ranks[..., None], old.physical_to_logical_map.reshape(by_rank)] = True
     wanted = new.physical_to_logical_map.reshape(by_rank)
     return int((~held[layers[..., None], ranks[..., None], wanted] & (wanted >= 0)).sum())
+
+
+def _holders(placement: Placement) -> set[int]:
+    """Ranks that hold experts, in some layer."""
+    return {rank for rank in range(placement.ep_size) if (placement.local(rank) >= 0).any()}
 
 
 def _ask(policy: Policy, loads: NDArray[np.float64], placement: Placement) -> Placement:

@@ -6,7 +6,8 @@ A round has one number on all ranks, above all before. Its coordinator is the lo
    served by it if this rank's loads are not in yet, and by the next otherwise. One round serves all.
 2. The coordinator asks all (ASK), and each answers with its loads (LOADS) or says why not (REFUSED), which ends it.
 3. It decides, and tells all (VERDICT): once for each round, also where it failed.
-4. Each rank moves. One whose migration is refused before anybody waits for it says so to all (REFUSED), and they stop.
+4. Each rank moves. One that does not, although it has sent its loads or was told to, says so to all (REFUSED), and
+   they stop: they may wait for it by now.
 
 A round that is not decided ends with its view: loads and members are of one term. What moves then ends by itself, as
 every migration does. Whatever is late, doubled or from the wrong rank is counted and dropped.
@@ -213,7 +214,7 @@ class Rounds:
             if current.stage == "asking":
                 self._conclude("failed", why, now, ranks=(sender,))
             else:
-                self._refuse(current.number, Why.FAILED, why)
+                self._refuse(current.number, Why.FAILED, why, all_members=True)
                 self._end("failed", why, now, ranks=(sender,))
         return self._take()
 
@@ -301,7 +302,7 @@ class Rounds:
             if current.stage in ("asking", "deciding"):
                 self._conclude("failed", f"rank {self.rank}: {reason}", now, ranks=(self.rank,))
             else:
-                self._refuse(current.number, Why.CLOSING, reason, all_members=current.stage == "moving")
+                self._refuse(current.number, Why.CLOSING, reason, all_members=True)
         if self._round is not None:
             self._stop(now, reason, ())
         self._over = True
@@ -501,7 +502,7 @@ class Rounds:
         current = self._round
         assert current is not None
         if current.stage == "moving":
-            self._out.append(Stop(current.number))
+            self._out.append(Stop(current.number, reason))
         self._end("failed", reason, now, ranks=ranks)
 
     def _end(self, outcome: Outcome, reason: str, now: float, *, ranks: Iterable[int] = ()) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from eplb_async.communicator import AsyncEplbCommunicator, MigrationReport
 from eplb_async.communicator.loading import LoadExpert
-from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, EplbError, PlacementError, WeightsError, describe
+from eplb_async.errors import CommunicatorBusy, CommunicatorClosed, EplbError, MigrationError, describe
 from eplb_async.service.actions import Action, Collect, Decide, End, Move, Send, Stop
 from eplb_async.service.decision import Policy, decide
 from eplb_async.service.payloads import TOPIC, Loads, PayloadError, Verdict, decode
@@ -27,9 +28,6 @@ __all__ = ["Owner", "Runner"]
 
 T = TypeVar("T")
 _log = logging.getLogger("eplb_async.service")
-
-# Of these the other ranks know nothing: this rank has not joined. What ends an epoch is known to all.
-_AT_ONCE = (CommunicatorBusy, CommunicatorClosed, PlacementError, WeightsError, TypeError, ValueError)
 
 
 class Owner(Protocol):
@@ -78,7 +76,12 @@ class Runner:
         load_expert: LoadExpert | None,
         workers: Executor,
     ) -> None:
-        self.rounds = Rounds(rank, timeout=settings.round_timeout, min_interval=settings.min_interval)
+        self.rounds = Rounds(
+            rank,
+            timeout=settings.round_timeout,
+            min_interval=settings.min_interval,
+            first_want=time.time_ns(),  # the others may know those of a service that was here before
+        )
         self.loop = asyncio.get_running_loop()
         self._comm = comm
         self._owner = owner
@@ -92,7 +95,7 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._moving: asyncio.Task[None] | None = None
         self._deciding: tuple[int, asyncio.Future[Verdict]] | None = None
-        self._cause: Exception | None = None
+        self._causes: dict[int, Exception] = {}  # by round, of the one that runs
         self._migration: MigrationReport | None = None
         self._removers: list[Callable[[], None]] = []
 
@@ -164,9 +167,10 @@ class Runner:
         self.do(self.rounds.close(reason, self.loop.time()))
         self.forget()
         self._set_timer()
-        moving, self._moving = self._moving, None
-        if moving is not None and moving is not asyncio.current_task():
-            await asyncio.wait([moving])
+        for task in self._tasks - {self._moving}:  # which was stopped, and says why
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def forget(self) -> None:
         """Hear nothing any more; from any thread."""
@@ -201,25 +205,25 @@ class Runner:
                     self.rounds.dropped["unsendable"] += 1
                     _log.warning("rank %d: %s", self.rounds.rank, error)
             case Collect(number):
-                self._cause = self._migration = None
+                self._causes.clear()
+                self._migration = None
                 self._owner.began()
                 self._spawn(self._collect(number), number, f"loads of round {number}")
             case Decide():
                 self._spawn(self._decide(action), action.round, f"policy of round {action.round}")
             case Move(number, verdict):
                 self._moving = self._spawn(self._move(number, verdict), number, f"migration of round {number}")
-            case Stop():
+            case Stop(_, reason):
                 if self._moving is not None:
-                    self._moving.cancel()
+                    self._moving.cancel(reason)
             case End(number):
-                cause, migration = (self._cause, self._migration) if number else (None, None)
-                self._owner.ended(action, cause, migration)
+                self._owner.ended(action, self._causes.get(number), self._migration if number else None)
 
     async def _collect(self, number: int) -> None:
         try:
             loads, steps = await self._off(self._owner.loads)
         except Exception as error:
-            self._cause = error
+            self._causes[number] = error
             why = f"its loads cannot be read: {describe(error)}"
             self.do(self.rounds.failed(number, why, self.loop.time(), tell=True))
         else:
@@ -246,8 +250,7 @@ class Runner:
         try:
             verdict = await asyncio.shield(running)
         except Exception as error:
-            if self.rounds.stage == "deciding":
-                self._cause = error
+            self._causes[action.round] = error
             if self._policy is not None or not isinstance(error, EplbError):  # else the reason says it all
                 _log.exception("rank %d: the policy failed in round %d", self.rounds.rank, action.round)
             why = f"the policy failed: {describe(error)}"
@@ -268,9 +271,9 @@ class Runner:
             self.do(self.rounds.failed(number, "its migration was cancelled", self.loop.time(), tell=True))
             raise
         except Exception as error:
-            self._cause = error
-            at_once = isinstance(error, _AT_ONCE)
-            self.do(self.rounds.failed(number, describe(error), self.loop.time(), tell=at_once))
+            self._causes[number] = error
+            known = isinstance(error, MigrationError) and error.epoch > 0  # to all, by the end of that epoch
+            self.do(self.rounds.failed(number, describe(error), self.loop.time(), tell=not known))
             if isinstance(error, CommunicatorClosed):
                 self._owner.lost()
         else:
@@ -306,6 +309,9 @@ class Runner:
 
     def _tick(self) -> None:
         self._timer = None
+        self.loop.call_soon(self._due)  # uvloop runs timers before what came while the loop was blocked (I-11)
+
+    def _due(self) -> None:
         self.look()
         self.do(self.rounds.tick(self.loop.time()))
 

@@ -21,7 +21,7 @@ from eplb_async.core.placement import Placement
 from eplb_async.errors import CommunicatorClosed, RebalanceFailed, RebalanceTimeout, describe
 from eplb_async.service.actions import End
 from eplb_async.service.counter import AttachedCounter
-from eplb_async.service.decision import Policy
+from eplb_async.service.decision import Policy, misplaced
 from eplb_async.service.forward import Forward
 from eplb_async.service.gates import NEVER, Gates
 from eplb_async.service.report import RebalanceReport, ServiceHealth
@@ -87,6 +87,7 @@ class EplbService:
         self._window = LoadWindow(placement, steps=self.settings.window_steps, rank=self._rank)
         self._counter: AttachedCounter | None = None
         self._uncount: Callable[[], None] = lambda: None
+        self._put_back: list[Callable[[], None]] = []  # what the communicator was told
         self._collected = 0
         self._collecting = threading.Lock()
         self._aside: asyncio.Future[None] | None = None
@@ -127,15 +128,18 @@ class EplbService:
         if self._closing is not None:
             raise CommunicatorClosed("the service is closed; make a new one")
         self._runner.start()
+        try:
+            if self.settings.watch_interval:
+                self._put_back.append(self.comm.watch(self.settings.watch_interval))
+            if self.settings.max_bytes_per_second:
+                self._put_back.append(self.comm.limit(self.settings.max_bytes_per_second))
+        except BaseException:
+            self._let_go()
+            raise
         self._closed = ""
         self._phase = ("idle", self._runner.loop.time())
-        try:
-            self.comm.watch(self.settings.watch_interval)
-            if self.settings.max_bytes_per_second:
-                self.comm.limit(self.settings.max_bytes_per_second)
-        except CommunicatorClosed:
-            self.lost()
-            raise
+        if misplaced(self.comm.placement, self.comm.view.members):
+            self._gates.urge()  # as after a change of the members, which this rank may not have seen
         self._review()
         return self
 
@@ -259,7 +263,9 @@ class EplbService:
 
         Raises:
             ValueError: It cannot be read, or is of several kinds by its width; the last one stays.
+            CommunicatorClosed: The service is closed, or the communicator is closed or fenced.
         """
+        self._check()
         comm = self.comm  # which holds the counter: it must not hold this
         made = AttachedCounter(counter, lambda: comm.placement, by=by, rank=self._rank)
         self._uncount()
@@ -306,6 +312,8 @@ class EplbService:
 
     async def aclose(self) -> None:
         """Take part in no round any more; one that runs is ended, on all ranks. The communicator stays open.
+
+        Its watch and its limit are again what they were before, unless somebody has changed them since.
 
         Idempotent: every call returns when it is closed. Cancelled: closing goes on in the background.
         """
@@ -380,13 +388,21 @@ class EplbService:
         if self._timer is not None:
             self._timer.cancel()
         self._alarm = self._forward.alarm = NEVER
-        self._uncount()
         await self._runner.close("its service closes")
+        self._let_go()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
         self._workers.shutdown()
         self.note()
+
+    def _let_go(self) -> None:
+        """Leave the communicator as it was; from any thread."""
+        self._runner.forget()
+        self._uncount()
+        for put_back in self._put_back:
+            put_back()
+        self._put_back.clear()
 
     def _count(self) -> int:
         """Steps so far: recorded, or run, whichever are more."""
@@ -525,7 +541,7 @@ class EplbService:
     def __del__(self) -> None:
         if getattr(self, "_closed", "not made"):
             return
-        self._runner.forget()
+        self._let_go()
         self._workers.shutdown()
         warnings.warn(f"rank {self._rank}'s service was never closed; use `async with`", ResourceWarning, stacklevel=2)
 

@@ -47,10 +47,10 @@ class ServiceSettings:
         max_moves: Most slots, over all layers, that one rebalance may move an expert into; 0 for no limit.
         num_groups: Groups of experts, as the default policy wants it.
         num_nodes: Nodes, as the default policy wants it.
-        watch_interval: How often members are pinged while nothing else is said, so that a dead one is noticed; 0 for
-            never.
+        watch_interval: How often members are pinged while nothing else is said, so that a dead one is noticed, from
+            the start of the service to its end; 0 leaves what the communicator does.
         max_bytes_per_second: What the READs of this rank's migrations may bring in a second, from the start of the
-            service on; 0 leaves the communicator's.
+            service to its end; 0 leaves the communicator's.
     """
 
     step_interval: int = 3000

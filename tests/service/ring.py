@@ -75,7 +75,7 @@ class Ring:
                     assert not any(isinstance(work, Move) for work in state.work), "two migrations at once"
                     state.moves[number] += 1
                     state.work.append(action)
-                case Stop(number):
+                case Stop(number, _):
                     state.work = [work for work in state.work if not isinstance(work, Move)]
                     state.stopped.append(number)
                 case End():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eplb_async.core.placement import Placement
 from eplb_async.errors import PlacementError
 from eplb_async.service import ServiceSettings
-from eplb_async.service.decision import count_moves, decide
+from eplb_async.service.decision import count_moves, decide, misplaced
 from eplb_async.service.payloads import Loads, Verdict
 
 SETTINGS = ServiceSettings()
@@ -52,6 +52,26 @@ def test_a_rank_that_came_back_is_filled() -> None:
     assert verdict.outcome == "moved"
     assert verdict.placement is not None
     assert (verdict.placement.local(1) >= 0).all()
+
+
+@pytest.mark.parametrize("ep_size", [3, 40])
+def test_a_member_that_holds_nothing_is_filled_whatever_it_gains(ep_size: int) -> None:
+    """Also where the load is even on the others; it counts as a rank without load."""
+    full = Placement.initial(2, ep_size, ep_size=ep_size, num_redundant=ep_size)
+    slots = np.tile(np.arange(ep_size), (2, 2))
+    slots[:, :2] = -1
+    placement = Placement(slots, ep_size=ep_size)
+    verdict = decided(
+        np.ones((2, ep_size)), tuple(range(ep_size)), placement=placement, settings=replace(SETTINGS, min_gain=1.0)
+    )
+    assert verdict.outcome == "moved"
+    assert verdict.placement is not None
+    assert (verdict.placement.local(0) >= 0).any()
+    assert verdict.reason == "ranks [0] hold no experts"
+    assert verdict.before < 1.0
+    assert misplaced(placement, range(ep_size))
+    assert not misplaced(full, range(ep_size))
+    assert misplaced(full, range(1, ep_size))
 
 
 def test_no_load_says_who_has_recorded_what() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eplb_async.core.placement import Placement
 from eplb_async.errors import RebalanceFailed
 from eplb_async.service import EplbService, ServiceSettings
-from eplb_async.service.payloads import TOPIC
+from eplb_async.service.payloads import TOPIC, Loads
 from eplb_async.settings import Settings
 from eplb_async.testing.cluster import LocalCluster
 from tests.service.cluster import SECRET, skewed
@@ -123,6 +125,65 @@ async def test_nothing_that_a_policy_raises_ends_more_than_the_round(error: type
         with pytest.raises(RebalanceFailed, match=f"the policy failed.*{error.__name__}"):
             await services[1].rebalance()
         assert (await services[1].rebalance()).outcome == "not_worth_it"
+        for service in services:
+            await service.aclose()
+
+
+@pytest.mark.asyncio
+async def test_what_came_while_the_loop_was_blocked_counts_before_the_deadline() -> None:
+    """The deadline of the round passes meanwhile, and so does the answer come: it is heard first, on any loop."""
+    async with local() as cluster:
+        chosen = ServiceSettings(step_interval=0, min_interval=0.0, round_timeout=0.2, watch_interval=0.0)
+        async with EplbService(cluster.comms[0], settings=chosen) as service:
+            asked = asyncio.ensure_future(service.rebalance())
+            await until(lambda: service.health().waiting_for == (1, 2))
+            answer = Loads(term=0, round=1, loads=np.zeros((4, 12)), steps=1).encode()
+
+            def deliver() -> None:
+                for rank in (1, 2):
+                    service._runner.heard(rank, answer)
+
+            thread = threading.Timer(0.05, deliver)
+            thread.start()
+            time.sleep(0.4)  # noqa: ASYNC251
+            thread.join()
+            assert (await asked).outcome == "no_load"
+
+
+@pytest.mark.asyncio
+async def test_what_an_old_round_fails_of_is_not_taken_for_the_cause_of_a_new_one() -> None:
+    """Loads that hang, as on a device that is stuck, and fail in the middle of the next round."""
+    free, failed, first = threading.Event(), threading.Event(), threading.Event()
+
+    class Stuck(EplbService):
+        def loads(self) -> Any:
+            if first.is_set():
+                return super().loads()
+            first.set()
+            free.wait(60)
+            try:
+                raise ValueError("of the first round")
+            finally:
+                failed.set()
+
+    def policy(loads: Any, placement: Placement) -> Placement:
+        free.set()
+        failed.wait(60)
+        time.sleep(0.1)
+        raise RuntimeError("of the second round")
+
+    async with local() as cluster:
+        chosen = ServiceSettings(step_interval=0, min_interval=0.0, round_timeout=1.0)
+        kinds = (EplbService, Stuck, EplbService)
+        services = [
+            await kind(comm, settings=chosen, policy=policy).__aenter__()
+            for kind, comm in zip(kinds, cluster.comms, strict=True)
+        ]
+        services[0].record(skewed(PLACEMENT), by="experts")
+        with pytest.raises(RebalanceFailed, match=r"ranks \[1\] did not answer"):
+            await services[1].rebalance()
+        with pytest.raises(RebalanceFailed, match="of the second round"):
+            await services[1].rebalance()
         for service in services:
             await service.aclose()
 
