@@ -181,10 +181,10 @@ def test_a_service_that_cannot_start_is_not_in_the_way_of_the_next() -> None:
     async def main() -> None:
         async with Services(without=(0,)) as group:
             comm = group.cluster.comms[0]
-            there, comm._loop = comm._loop, object()  # type: ignore[assignment]
+            there, comm._calls._loop = comm._calls._loop, object()  # type: ignore[assignment]
             with pytest.raises(RuntimeError, match="bound to the event loop"):
                 await group.start(0)
-            comm._loop = there
+            comm._calls._loop = there
             await group.start(0)
 
     run(main())
