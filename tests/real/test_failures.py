@@ -92,6 +92,7 @@ def test_a_peer_gone_before_the_migration_is_noticed_by_pings(start: Start, tran
     assert isinstance(ranks.call(0, "migrate", alone, 5.0), Failure)  # another number of experts: refused, not hung
 
 
+@pytest.mark.faults
 def test_a_stopped_peer_times_out_and_recycling_gives_the_staging_back(start: Start) -> None:
     """SIGSTOP past the timeout: NixlTransferTimeout; excluded; the next migration recycles the agent; C1's kind."""
     old, new, without = trio()
@@ -153,6 +154,7 @@ def test_cancel_mid_read_ends_at_once_and_the_next_migration_works(start: Start)
     assert committed(ranks, old, new, [0, 1]) == 3
 
 
+@pytest.mark.faults
 def test_exit_with_a_migration_running_and_nobody_closing(start: Start) -> None:
     """N-40: the interpreter ends clean, exit code 0, and the peer is told the rank is gone or left."""
     old, new = pair()

@@ -16,6 +16,7 @@ from tests.real.conftest import Start
 OLD, NEW = Placement([[0, 1]], ep_size=2), Placement([[1, 0]], ep_size=2)
 
 
+@pytest.mark.faults
 def test_exit_with_an_open_communicator_and_nobody_closing(start: Start, transport: str) -> None:
     """The interpreter ends clean, exit code 0, and the peer learns that the rank left or died."""
     ranks = start(OLD, transport=transport, method="spawn")

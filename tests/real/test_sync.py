@@ -34,6 +34,7 @@ def both(folder: Path, transport: str, how: str) -> list[str]:
     return [" ".join(out.split()[-2:]) for out, _ in ends]
 
 
+@pytest.mark.faults
 def test_two_programs_without_a_loop(tmp_path: Path) -> None:
     """They serve, rebalance, migrate and close; layers that are used never change under their users."""
     for last in both(tmp_path, "auto", "close"):
