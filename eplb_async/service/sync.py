@@ -259,7 +259,8 @@ class SyncService:
         engine = self._engine
         self.comm.check_may_wait("close")
         if engine is None:
-            self._run(self.service.aclose, "close", self.service.settings.round_timeout)
+            if not (self._loop.is_closed() and self.service.health().closed):  # else it has ended with its loop
+                self._run(self.service.aclose, "close", self.service.settings.round_timeout)
             return ()
         self._closed = True
 

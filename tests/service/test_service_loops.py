@@ -242,9 +242,12 @@ def test_a_loop_that_is_closed_under_a_service() -> None:
     with asyncio.Runner() as runner:
         service, _ = runner.run(main())
     service.record(skewed(PLACEMENT), by="experts")
-    thread = threading.Thread(target=service.pause)
-    thread.start()
-    thread.join()
+    closed: list[object] = []
+    for call in (service.pause, lambda: closed.append(service.sync.close())):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert closed == [()]
     assert service.health().closed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
