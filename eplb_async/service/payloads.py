@@ -6,6 +6,7 @@ here trusts a member: a payload that is not exactly what it should be is a :clas
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,6 +41,8 @@ _VERSION = 1
 _HEAD = struct.Struct("<BBxxxxxxQQ")
 _MOST_TEXT = 2048
 _MOST_LOAD = 2.0**63
+_EVEN = 1.0 + 1e-6
+"""The highest balancedness, as rounding may leave it."""
 _MOST = (1 << 64) - 1
 _OUTCOMES: tuple[Outcome, ...] = ("moved", "not_worth_it", "too_soon", "paused", "no_load", "failed")
 
@@ -238,6 +241,11 @@ def _verdict(term: int, number: int, body: bytes, sizes: Placement) -> Verdict:
             raise PayloadError(f"a placement that cannot be: {error}") from None
     elif slots:
         raise PayloadError("a verdict with a placement that is not to be used")
+    for balancedness in (before, after):
+        if not 0.0 <= balancedness <= _EVEN and (placement is not None or not math.isnan(balancedness)):
+            raise PayloadError(f"a verdict with a balancedness of {balancedness}")
+    if moves > sizes.num_layers * sizes.num_physical:
+        raise PayloadError(f"a verdict with {moves} moves, more than there are slots")
     return Verdict(
         term=term,
         round=number,

@@ -7,7 +7,6 @@ import itertools
 import logging
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -18,10 +17,11 @@ from numpy.typing import NDArray
 from eplb_async.communicator import MAX_MAIL, AsyncEplbCommunicator, MigrationReport
 from eplb_async.communicator.loading import LoadExpert
 from eplb_async.core.placement import Placement
-from eplb_async.errors import CommunicatorClosed, RebalanceFailed, RebalanceTimeout, describe
+from eplb_async.errors import CommunicatorClosed, RebalanceTimeout, describe
 from eplb_async.service.actions import End
 from eplb_async.service.counter import AttachedCounter
 from eplb_async.service.decision import Policy, misplaced
+from eplb_async.service.ending import Endings, failure_of, report_of
 from eplb_async.service.forward import Forward
 from eplb_async.service.gates import NEVER, Gates
 from eplb_async.service.report import RebalanceReport, ServiceHealth
@@ -96,14 +96,12 @@ class EplbService:
         self._alarm = NEVER  # of the steps recorded
         self._waiters: dict[int, asyncio.Future[RebalanceReport]] = {}
         self._tickets = itertools.count(AUTOMATIC + 1)
-        self._rounds: Counter[str] = Counter()
-        self._last_error = ""
-        self._last_report: RebalanceReport | None = None
         self._closing: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._phase = ("idle", 0.0)
         self._thread = threading.get_ident()
-        self._emitter = None if telemetry is None else Emitter(telemetry, group=health.group, rank=self._rank)
+        emitter = None if telemetry is None else Emitter(telemetry, group=health.group, rank=self._rank)
+        self._endings = Endings(self._rank, automatic=self.settings.step_interval > 0, emitter=emitter)
         self._workers = self._make_workers(f"eplb-async service {self._rank}")
         self._runner = Runner(
             comm,
@@ -232,11 +230,11 @@ class EplbService:
             steps=steps,
             steps_left=None if self._closed else self._gates.steps_left(steps, leads=leads),
             seconds_left=max(self._gates.wait(now), rounds.open_before(now)),
-            rounds=dict(self._rounds),
+            rounds=dict(self._endings.outcomes),
             failures=self._gates.failures,
             dropped=dict(rounds.dropped),
-            last_error=self._last_error,
-            last_report=self._last_report,
+            last_error=self._endings.last_error,
+            last_report=self._endings.last_report,
             closed=self._closed or self._over(),
         )
 
@@ -335,13 +333,10 @@ class EplbService:
 
     def ended(self, end: End, cause: Exception | None, migration: MigrationReport | None) -> None:
         """A round, or the wish for one, is over here."""
-        report = _report(end, migration)
-        self._rounds[report.outcome] += 1
+        report, gates, now = report_of(end, migration), self._gates, self._runner.loop.time()
         if end.round or AUTOMATIC in end.tickets:
-            self._gates.ended(report.outcome, self._runner.loop.time())
-        if end.round:
-            self._last_report = report
-        self._say(report, end, cause)
+            gates.ended(report.outcome, now)
+        self._endings.take(end, report, failures=gates.failures, wait=gates.wait(now), closed=bool(self._closed))
         for ticket in end.tickets:
             waiter = self._waiters.get(ticket)
             if waiter is None or waiter.done():
@@ -351,7 +346,7 @@ class EplbService:
             elif self._closed:
                 waiter.set_exception(CommunicatorClosed(f"the service is over: {self._closed}"))
             else:
-                waiter.set_exception(cause or _failure(end))
+                waiter.set_exception(cause or failure_of(end))
         if not self._closed:
             self._runner.post(self._review)
 
@@ -458,63 +453,22 @@ class EplbService:
         try:
             self._collect()
         except Exception as error:
-            self._last_error = f"the attached counter cannot be read: {describe(error)}"
+            self._endings.last_error = f"the attached counter cannot be read: {describe(error)}"
             _log.exception("rank %d: the attached counter cannot be read; attach it anew", self._rank)
 
     def _pause(self) -> None:
         if not self._runner.rounds.paused:
             self._runner.do(self._runner.rounds.pause())
             _log.info("rank %d: rebalancing is paused until resume(), on all ranks", self._rank)
-            self._emit("rebalancing_paused")
+            self._endings.emit("rebalancing_paused")
 
     def _resume(self) -> None:
         if self._runner.rounds.paused:
             self._runner.rounds.paused = False
             _log.info("rank %d: rebalancing goes on", self._rank)
-            self._emit("rebalancing_resumed")
+            self._endings.emit("rebalancing_resumed")
             self.note()
             self._review()
-
-    def _say(self, report: RebalanceReport, end: End, cause: Exception | None) -> None:
-        """Tell the log and the hook how a round ended."""
-        known = {name: getattr(report, name) for name in _TOLD}
-        if report.outcome == "failed":
-            wait = self._gates.wait(self._runner.loop.time())
-            self._last_error = f"round {end.round}: {end.reason}"
-            self._log_failure(end, wait)
-            self._emit("round_failed", round=end.round, reason=end.reason, failures=self._gates.failures, retry_in=wait)
-        elif report.outcome == "moved":
-            _log.info(
-                "rank %d: round %d moved %d slots in %.2f s, balancedness %.3f to %.3f",
-                self._rank,
-                end.round,
-                report.num_moves,
-                report.seconds,
-                report.balancedness_before,
-                report.balancedness_after,
-            )
-        else:
-            level = logging.INFO if end.round else logging.DEBUG
-            _log.log(level, "rank %d: round %d: %s: %s", self._rank, end.round, report.outcome, report.reason)
-        self._emit("rebalance_ended", **known)
-
-    def _log_failure(self, end: End, wait: float) -> None:
-        if self._closed:
-            _log.info("rank %d: round %d ended: %s", self._rank, end.round, end.reason)
-            return
-        automatic = self.settings.step_interval > 0
-        _log.warning(
-            "rank %d: round %d failed: %s. The experts stay where they are%s; %s",
-            self._rank,
-            end.round,
-            end.reason,
-            f", look at ranks {list(end.ranks)}" if end.ranks else "",
-            f"tried again in {wait:.1f} s" if automatic and wait else "call rebalance() when that is mended",
-        )
-
-    def _emit(self, name: str, **fields: object) -> None:
-        if self._emitter is not None:
-            self._emitter.emit(name, **fields)
 
     def _over(self) -> str:
         """Why the communicator is of no use any more; empty while it is."""
@@ -549,32 +503,9 @@ class EplbService:
         return f"<EplbService of rank {self._rank}: {self._closed or self._phase[0]}>"
 
 
-_TOLD = ("outcome", "round", "reason", "balancedness_before", "balancedness_after", "num_moves", "seconds")
-
-
 def _is_bad(why: str) -> bool:
     """Whether a communicator did not end as its owner wanted."""
     return "fenced: " in why or "broken: " in why
-
-
-def _report(end: End, migration: MigrationReport | None) -> RebalanceReport:
-    verdict = end.verdict
-    known = verdict is not None and verdict.before == verdict.before
-    return RebalanceReport(
-        outcome=end.outcome,
-        round=end.round,
-        reason=end.reason or ("" if verdict is None else verdict.reason),
-        balancedness_before=verdict.before if verdict is not None and known else None,
-        balancedness_after=verdict.after if verdict is not None and known else None,
-        num_moves=0 if verdict is None else verdict.moves,
-        migration=migration if end.outcome == "moved" else None,
-        seconds=end.seconds,
-    )
-
-
-def _failure(end: End) -> RebalanceFailed:
-    what = f"round {end.round}" if end.round else "no round was begun"
-    return RebalanceFailed(f"{what}: {end.reason}", round=end.round, reason=end.reason, ranks=end.ranks)
 
 
 def _check_room(placement: Placement) -> None:

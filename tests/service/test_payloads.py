@@ -81,6 +81,10 @@ def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
     ("message", "words"),
     [
         (Loads(term=0, round=1, loads=np.full((2, 4), np.nan), steps=1), "not a number"),
+        (Verdict(term=0, round=1, outcome="moved", placement=OUT), "balancedness of nan"),
+        (Verdict(term=0, round=1, outcome="no_load", before=np.inf), "balancedness of inf"),
+        (Verdict(term=0, round=1, outcome="no_load", after=-1.0), "balancedness of"),
+        (Verdict(term=0, round=1, outcome="not_worth_it", before=0.5, after=0.5, moves=10**6), "1000000 moves"),
         (Loads(term=0, round=1, loads=np.full((2, 4), -1.0), steps=1), "negative"),
         (Loads(term=0, round=1, loads=np.full((2, 4), np.inf), steps=1), "not finite"),
         (Loads(term=0, round=1, loads=np.ones((3, 4)), steps=1), "which is not float64"),

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -242,14 +243,11 @@ def test_a_loop_that_is_closed_under_a_service() -> None:
     with asyncio.Runner() as runner:
         service, _ = runner.run(main())
     service.record(skewed(PLACEMENT), by="experts")
-    closed: list[object] = []
-    for call in (service.pause, lambda: closed.append(service.sync.close())):
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-    assert closed == [()]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(service.pause).result(30)
+        assert pool.submit(service.sync.close).result(30) == ()
     assert service.health().closed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        del service
+        del service, pool
         gc.collect()
