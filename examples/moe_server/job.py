@@ -15,7 +15,8 @@ class Job:
     Attributes:
         ranks: How many there are.
         port: Port of the front end; 0 takes a free one.
-        rebalancing: ``service``: in the background. ``vllm``: the engine stops for it. ``off``: never.
+        rebalancing: ``service``: in the background. ``vllm``: the engine stops for it; ``vllm-quiet``: likewise,
+            without NIXL's progress thread. ``off``: never.
         config: The model.
         max_batch: Most requests in one step.
         max_queue: Most requests that wait for a place.
@@ -27,7 +28,7 @@ class Job:
 
     ranks: int
     port: int
-    rebalancing: Literal["service", "vllm", "off"]
+    rebalancing: Literal["service", "vllm", "vllm-quiet", "off"]
     config: ModelConfig
     max_batch: int
     max_queue: int
