@@ -24,6 +24,7 @@ class Gates:
         self._settings = settings
         self._since = 0
         self._urged = False
+        self._urgent = False  # the round that was begun
         self._retry_at = float("-inf")
         self.failures = 0
 
@@ -53,14 +54,16 @@ class Gates:
 
     def began(self, steps: int) -> None:
         """A round was begun."""
-        self._since, self._urged = steps, False
+        self._since, self._urged, self._urgent = steps, False, self._urgent or self._urged
 
     def ended(self, outcome: Outcome, now: float) -> None:
-        """A round, or the wish for one, is over."""
-        if outcome != "failed":
-            self.failures, self._retry_at = 0, float("-inf")
-            return
+        """A round, or the wish for one, is over; one that was urgent and could not be is due again."""
         settings = self._settings
+        self._urged |= self._urgent and outcome in ("failed", "paused")
+        self._urgent = False
+        if outcome != "failed":
+            self.failures, self._retry_at = 0, now + settings.backoff if self._urged else float("-inf")
+            return
         pause = min(settings.backoff_max, settings.backoff * 2.0 ** min(self.failures, 60))
         self.failures += 1
         self._retry_at = now + pause

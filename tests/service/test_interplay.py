@@ -220,3 +220,21 @@ def test_the_coordinator_dies_in_a_round(after: int) -> None:
             assert group.cluster.wrong_bytes(ranks=(1, 2)) == 0
 
     run(main())
+
+
+def test_what_a_pause_puts_off_is_done_after_it() -> None:
+    """A rank dies while another is paused: the round that empties it comes soon after the pause, whatever the steps."""
+
+    async def main() -> None:
+        async with Services(FULL, settings=replace(MANUAL, step_interval=100_000, watch_interval=0.5)) as group:
+            group.record()
+            group.services[1].pause()
+            group.cluster.kill(2)
+            await asyncio.sleep(20)
+            health = group.services[0].health()
+            assert (health.members, health.steps_left) == ((0, 1), 0)
+            assert 1 <= health.rounds["paused"] <= 4
+            group.services[1].resume()
+            await until(lambda: bool((group.cluster.comms[0].placement.local(2) < 0).all()))
+
+    run(main())
