@@ -58,6 +58,7 @@ class Services:
         chosen = Settings(secret=SECRET, activation=activation, idle_tick=0.05)
         self.cluster = LocalCluster(self.placement, settings=chosen)
         self.services: dict[int, EplbService] = {}
+        self._all: list[EplbService] = []
         self._settings = settings
         self._without = without
         self._of_rank = of_rank
@@ -74,12 +75,13 @@ class Services:
         chosen = {"settings": self._settings} | self._options | self._of_rank(self, rank) | options
         service = LocalService(self.cluster.comms[rank], **chosen)
         self.services[rank] = await service.__aenter__()
+        self._all.append(service)
         return service
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(service.aclose() for service in self.services.values()))
+        await asyncio.gather(*(service.aclose() for service in self._all))
         await self.cluster.__aexit__(kind, error, trace)
 
     def record(self, steps: int = 1, *, hot: int = 0, ranks: tuple[int, ...] | None = None) -> None:
