@@ -21,7 +21,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=count(0, 65535), default=8000, help="0 takes a free one (default %(default)s)")
     parser.add_argument(
         "--rebalancing",
-        choices=("service", "vllm", "vllm-quiet", "off"),
+        choices=("service", "vllm", "off"),
         default="service",
         help="in the background; between two steps, with the engine stopped; or never (default %(default)s)",
     )

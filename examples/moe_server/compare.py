@@ -24,7 +24,6 @@ from examples.moe_server.load import Client, Outcome
 from examples.moe_server.model import ModelConfig
 from examples.moe_server.traffic import Traffic
 
-MODES = ["off", "service", "vllm", "vllm-quiet"]
 _ROOT = Path(__file__).resolve().parents[2]
 _START_SECONDS, _STOP_SECONDS, _CAPACITY_SECONDS = 120.0, 60.0, 8.0
 
@@ -198,7 +197,7 @@ def main() -> int:
     parser.add_argument(
         "--max-bytes-per-second", type=int, default=200_000_000, help="of the service (default %(default)s)"
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--modes", nargs="+", choices=("off", "service", "vllm"), default=["off", "service", "vllm"])
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -15,8 +15,7 @@ class Job:
     Attributes:
         ranks: How many there are.
         port: Port of the front end; 0 takes a free one.
-        rebalancing: ``service``: in the background. ``vllm``: the engine stops for it; ``vllm-quiet``: likewise,
-            without NIXL's progress thread. ``off``: never.
+        rebalancing: ``service``: in the background. ``vllm``: the engine stops for it. ``off``: never.
         config: The model.
         max_batch: Most requests in one step.
         max_queue: Most requests that wait for a place.
@@ -28,7 +27,7 @@ class Job:
 
     ranks: int
     port: int
-    rebalancing: Literal["service", "vllm", "vllm-quiet", "off"]
+    rebalancing: Literal["service", "vllm", "off"]
     config: ModelConfig
     max_batch: int
     max_queue: int

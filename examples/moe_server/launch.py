@@ -62,7 +62,7 @@ def _introduce(job: Job, pipes: list[Connection], asked: int) -> int | None:
         except EOFError:
             raise StartFailed(f"rank {rank} died while starting; see its messages above") from None
 
-    if not job.rebalancing.startswith("vllm"):
+    if job.rebalancing != "vllm":
         if (url := receive(0)) is None:
             return None
         for pipe in pipes[1:]:

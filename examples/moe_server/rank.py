@@ -64,8 +64,8 @@ async def _run(rank: int, job: Job, pipe: Connection, sockets: dict[int, socket.
 
     async with contextlib.AsyncExitStack() as stack:
         balancer: EplbService | StopTheWorld
-        if job.rebalancing.startswith("vllm"):
-            balancer = StopTheWorld(rank, model, ranks, placement, progress_thread=job.rebalancing == "vllm")
+        if job.rebalancing == "vllm":
+            balancer = StopTheWorld(rank, model, ranks, placement)
             await balancer.open()
             stack.push_async_callback(balancer.close)
             await balancer.ready()

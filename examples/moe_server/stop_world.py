@@ -1,8 +1,7 @@
 """Another way to move experts, to compare with: the engine stops between two steps until every layer has moved.
 
 As vLLM does it: layer after layer, every expert a READ of its own, polled with pauses, a barrier, the copy into the
-rows. The transfer is that of the benchmark; the placements are those of the same policy. NIXL's
-progress thread is on, as it is there, or off, to tell what it costs from what the stop costs.
+rows. The transfer is that of the benchmark; the placements are those of the same policy.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class StopTheWorld(VllmWay):
         request: Set on rank 0 to what has the engine rearrange.
     """
 
-    def __init__(self, rank: int, model: Model, ranks: Ranks, placement: Placement, *, progress_thread: bool) -> None:
+    def __init__(self, rank: int, model: Model, ranks: Ranks, placement: Placement) -> None:
         peers = [Fetch(rank, peer, 0, 0) for peer in range(placement.ep_size) if peer != rank]
         rows = [tensor.shape[1] * tensor.shape[2] * 4 for tensor in model.weights[0]]
         super().__init__(
@@ -53,7 +52,6 @@ class StopTheWorld(VllmWay):
                 buffers=lambda: [torch.zeros(model.slots, nbytes, dtype=torch.uint8) for nbytes in rows],
             )
         )
-        self.progress_thread = progress_thread
         self.placement = placement
         self.request: Callable[[], object] = lambda: None
         self._rank, self._model, self._ranks = rank, model, ranks

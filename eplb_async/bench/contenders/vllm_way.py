@@ -25,21 +25,15 @@ _TIMEOUT = 60.0
 
 
 class VllmWay(Spinning):
-    """See the module.
-
-    Attributes:
-        progress_thread: Whether NIXL's progress thread is on.
-    """
+    """See the module."""
 
     name = "vllm_way"
-    progress_thread = True
 
     async def ready(self) -> None:
         work = self.work
         api, _ = load()
         self._agent = api.nixl_agent(
-            agent_name("vllm-way", work.rank),
-            api.nixl_agent_config(backends=["UCX"], enable_prog_thread=self.progress_thread),
+            agent_name("vllm-way", work.rank), api.nixl_agent_config(backends=["UCX"], enable_prog_thread=True)
         )
         tensors = [tensor for layer in work.rows.layers for tensor in layer] + self._buffers
         self._registered = self._agent.register_memory(self._agent.get_reg_descs(tensors))
