@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from eplb_async._types import Hidden
 
+_PREFIX = "EPLB_ASYNC_"
+SERVICE_PREFIX = "EPLB_ASYNC_SERVICE_"
 _MIB = 1 << 20
 _YEAR = 365 * 86_400
 
@@ -126,13 +128,7 @@ class Settings:
     activation_timeout: float = 5.0
 
     def __post_init__(self) -> None:
-        for name, (lowest, highest) in _RANGES.items():
-            value = getattr(self, name)
-            whole = name in ("staging_layers", "step_margin") or (name.startswith("max_") and name != "max_pause")
-            kinds = (int,) if whole else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
-                kind = "a whole number" if whole else "a number"
-                raise ValueError(f"setting {name}={value!r} is not {kind} from {lowest} to {highest}")
+        check_ranges(self, _RANGES, "setting")
         if self.verify not in ("full", "identity", "off"):
             raise ValueError(f"setting verify={self.verify!r} is not 'full', 'identity' or 'off'")
         if self.activation not in ("immediate", "step"):
@@ -156,19 +152,55 @@ class Settings:
         Raises:
             ValueError: A variable names no setting, or its value is malformed or out of range.
         """
-        values: dict[str, Any] = {}
-        known = {f.name: f for f in fields(cls)}
-        for variable, text in (os.environ if environ is None else environ).items():
-            if not variable.startswith("EPLB_ASYNC_") or variable.startswith("EPLB_ASYNC_SERVICE_"):
-                continue
-            name = variable.removeprefix("EPLB_ASYNC_").lower()
-            if name not in known:
-                raise ValueError(f"{variable} names no setting; known: {', '.join(sorted(known))}")
-            values[name] = parse(variable, text, getattr(DEFAULTS, name) if name != "secret" else b"")
-        return cls(**(values | overrides))
+        defaults = defaults_of(cls) | {"secret": b""}
+        return cls(**(from_variables(environ, _PREFIX, defaults, "setting", besides=SERVICE_PREFIX) | overrides))
 
 
-def parse(variable: str, text: str, like: object) -> object:
+def defaults_of(kind: type) -> dict[str, Any]:
+    """The default of each field of a dataclass of settings."""
+    return {field.name: field.default for field in fields(kind)}
+
+
+def check_ranges(settings: object, ranges: Mapping[str, tuple[float, float]], what: str) -> None:
+    """Refuse numbers that are out of range; where the default is an ``int``, those that are none.
+
+    Raises:
+        ValueError: Names ``what`` it is, which one, and what it may be.
+    """
+    defaults = defaults_of(type(settings))
+    for name, (lowest, highest) in ranges.items():
+        value, whole = getattr(settings, name), type(defaults[name]) is int
+        kinds = (int,) if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
+            kind = "a whole number" if whole else "a number"
+            raise ValueError(f"{what} {name}={value!r} is not {kind} from {lowest} to {highest}")
+
+
+def from_variables(
+    environ: Mapping[str, str] | None,
+    prefix: str,
+    defaults: Mapping[str, Any],
+    what: str,
+    *,
+    besides: str | None = None,
+) -> dict[str, Any]:
+    """Settings that ``<prefix><NAME>`` variables give, each of the type of its default; ``besides`` begins others'.
+
+    Raises:
+        ValueError: A variable names none, or its value is malformed.
+    """
+    values = {}
+    for variable, text in (os.environ if environ is None else environ).items():
+        if not variable.startswith(prefix) or (besides is not None and variable.startswith(besides)):
+            continue
+        name = variable.removeprefix(prefix).lower()
+        if name not in defaults:
+            raise ValueError(f"{variable} names no {what}; known: {', '.join(sorted(defaults))}")
+        values[name] = _parse(variable, text, defaults[name])
+    return values
+
+
+def _parse(variable: str, text: str, like: object) -> object:
     """The value of a variable, of the type of another value.
 
     Raises:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from eplb_async.settings import parse
+from eplb_async.settings import SERVICE_PREFIX, check_ranges, defaults_of, from_variables
 
 __all__ = ["ServiceSettings"]
-
-_PREFIX = "EPLB_ASYNC_SERVICE_"
 
 # name -> (lowest, highest); units are in the field's docstring line below.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -68,13 +65,7 @@ class ServiceSettings:
     max_bytes_per_second: int = 0
 
     def __post_init__(self) -> None:
-        for name, (lowest, highest) in _RANGES.items():
-            value = getattr(self, name)
-            whole = type(_DEFAULTS[name]) is int
-            kinds = (int,) if whole else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
-                kind = "a whole number" if whole else "a number"
-                raise ValueError(f"service setting {name}={value!r} is not {kind} from {lowest} to {highest}")
+        check_ranges(self, _RANGES, "service setting")
         if 0 < self.watch_interval < 0.05:
             raise ValueError(f"service setting watch_interval={self.watch_interval} is neither 0 nor 0.05 or more")
         if self.backoff_max < self.backoff:
@@ -99,15 +90,4 @@ class ServiceSettings:
         Raises:
             ValueError: A variable names no setting, or its value is malformed or out of range.
         """
-        values: dict[str, Any] = {}
-        for variable, text in (os.environ if environ is None else environ).items():
-            if not variable.startswith(_PREFIX):
-                continue
-            name = variable.removeprefix(_PREFIX).lower()
-            if name not in _DEFAULTS:
-                raise ValueError(f"{variable} names no service setting; known: {', '.join(sorted(_DEFAULTS))}")
-            values[name] = parse(variable, text, _DEFAULTS[name])
-        return cls(**(values | overrides))
-
-
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(ServiceSettings)}
+        return cls(**(from_variables(environ, SERVICE_PREFIX, defaults_of(cls), "service setting") | overrides))
