@@ -34,6 +34,7 @@ __all__ = ["Engine", "Inline", "LoopEngine"]
 T = TypeVar("T")
 _log = logging.getLogger("eplb_async.engine")
 _STOP_SECONDS = 10.0
+_NO_THREAD = 0  # no thread's number
 
 
 class LoopEngine:
@@ -192,6 +193,7 @@ class Engine(LoopEngine):
         descriptors.loops.update(self._epolls)  # an agent that another thread makes meanwhile must not listen to them
         super().__init__(loop, DaemonExecutor(1, name=f"{name}-copy"))
         self._stopping = False
+        self._guests: list[LoopEngine] = []
         self._exited: Future[None] = Future()
         self._exited.set_running_or_notify_cancel()  # from now on no awaiter can cancel it
         started = threading.Event()
@@ -207,6 +209,7 @@ class Engine(LoopEngine):
         """An engine for what is used from this very loop; it ends before this one. Call it on the loop."""
         guest = _Guest(self.loop, self.worker)
         self.on_stop(guest._wind_down)
+        self._guests.append(guest)
         return guest
 
     def request_stop(self) -> None:
@@ -250,6 +253,8 @@ class Engine(LoopEngine):
             for submission in list(self._submissions):  # posted after the last turn
                 submission.refuse()
             self.worker.shutdown(wait=True)
+            for engine in (self, *self._guests):
+                engine.thread_id = _NO_THREAD  # the system gives an ended thread's number to the next one
             self._exited.set_result(None)
 
 

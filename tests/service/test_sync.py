@@ -373,6 +373,26 @@ def test_several_threads_close_at_once_and_all_wait_for_the_end() -> None:
     assert engines() == []
 
 
+def test_a_thread_that_has_the_ended_engines_number_is_not_taken_for_it() -> None:
+    """The system gives the number of an ended thread to the next one that starts."""
+    service, _ = alone()
+    ended = service.comm._engine.thread_id
+    service.close()
+    with_its_number: list[object] = []
+
+    def close() -> None:
+        if threading.get_ident() == ended:
+            with_its_number.append(service.close())
+
+    for _ in range(200):
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join(20)
+        if with_its_number:
+            break
+    assert with_its_number == [()]
+
+
 def test_a_thread_that_waits_when_another_closes_is_told_and_so_is_who_closes() -> None:
     """Who closes while a layer is in use learns what was not applied."""
     service, rows = alone()
