@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from eplb_async.rendezvous import Rendezvous
-from eplb_async.rendezvous.store import StoreRendezvous, TcpRendezvous
+from eplb_async.rendezvous.store import StoreRendezvous
+from eplb_async.rendezvous.tcp import TcpRendezvous
 from eplb_async.settings import Settings
 
 __all__ = ["Group", "Place"]

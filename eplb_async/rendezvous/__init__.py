@@ -6,7 +6,8 @@ from eplb_async.rendezvous.exchange import exchange
 from eplb_async.rendezvous.file import FileRendezvous
 from eplb_async.rendezvous.keys import Joined, derive_key, job_key, join, next_incarnation
 from eplb_async.rendezvous.resolve import resolve
-from eplb_async.rendezvous.store import StoreRendezvous, TcpRendezvous
+from eplb_async.rendezvous.store import StoreRendezvous
+from eplb_async.rendezvous.tcp import TcpRendezvous
 
 __all__ = [
     "BlobError",

@@ -43,8 +43,11 @@ class Joined:
 
 
 def next_incarnation(rendezvous: Rendezvous, group: str, rank: int) -> int:
-    """Count a start of this rank; blocks."""
-    return rendezvous.add(f"{group}/incarnation/{rank}", 1)
+    """Count a start of this rank; blocks.
+
+    A store that may end, and begin anew without what it counted, says with ``born`` where to count from.
+    """
+    return int(getattr(rendezvous, "born", 0)) + rendezvous.add(f"{group}/incarnation/{rank}", 1)
 
 
 def derive_key(secret: bytes, group: str) -> bytes:

@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 from eplb_async.rendezvous.base import Rendezvous
 from eplb_async.rendezvous.file import FileRendezvous
-from eplb_async.rendezvous.store import StoreRendezvous, TcpRendezvous
+from eplb_async.rendezvous.store import StoreRendezvous
+from eplb_async.rendezvous.tcp import TcpRendezvous
 
 _SUPPORTED = '"tcp://host:port", "file:///path", a torch.distributed.Store, or a Rendezvous object'
 

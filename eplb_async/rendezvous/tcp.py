@@ -1,0 +1,199 @@
+"""A rendezvous on a torch ``TCPStore`` that rank 0 hosts.
+
+``TCPStore("127.0.0.1", ...)`` listens on every interface, so rank 0 hands it a socket that we bound (N-45).
+
+The store ends with the process of rank 0, and a new process of rank 0 hosts a new one at the same address. The
+others dial that one when they need it next. What the old one held is gone, so each store notes when it began,
+and starts of ranks are counted from there: a start that a later store counted is newer than all before.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as CallTimeout
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from eplb_async.errors import HandshakeError
+from eplb_async.rendezvous.addresses import (
+    Address,
+    all_loopback,
+    find_addresses,
+    first_line,
+    require_secret,
+    tcp_url,
+    wait_until_up,
+)
+from eplb_async.rendezvous.store import StoreRendezvous
+from eplb_async.threads import DaemonExecutor
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_BORN = "eplb_async/born"
+_DIAL_SECONDS = 2.0
+
+
+class TcpRendezvous(StoreRendezvous):
+    """A rendezvous on a torch ``TCPStore``: rank 0 hosts it, the others connect.
+
+    It ends when rank 0 closes it, so rank 0 keeps it open as long as others may still look for a peer: for
+    the life of its communicator, not only until its own peers are found.
+
+    Attributes:
+        born: When the store began, in seconds since 1970 on the clock of whoever came first.
+    """
+
+    lasting = False
+
+    def __init__(
+        self, store: Store, *, timeout: float, url: str, trusted: bool, dial: Callable[[], Store] | None = None
+    ) -> None:
+        super().__init__(store, timeout=timeout, url=url, trusted=trusted, dial=dial)
+        self.born = self._call("ask when the store began", _birth)
+
+    @classmethod
+    def host(cls, host: str, port: int, *, timeout: float, secret: bytes | None) -> TcpRendezvous:
+        """Listen on ``host`` and nothing else. Blocks: call it off the event loops.
+
+        Args:
+            host: Address or name of an interface of this machine.
+            port: Port; 0 takes a free one, see ``url`` (logged at INFO).
+            timeout: Seconds for each call.
+            secret: The job's secret, needed unless ``host`` is loopback.
+
+        Raises:
+            HandshakeError: The port is taken, the address is not ours, or it needs a secret.
+        """
+        addresses = find_addresses(host, port)
+        require_secret(host, addresses, secret)
+        with listen(tcp_url(host, port), addresses[0], port) as listener:
+            port = int(listener.getsockname()[1])
+            url = tcp_url(host, port)
+            store = open_store(url, addresses[0][1], port, timeout=timeout, limit=timeout, listener=listener)
+        logger.info("rendezvous: listening on %s", url)
+        return cls(store, timeout=timeout, url=url, trusted=all_loopback(addresses))
+
+    @classmethod
+    def connect(cls, host: str, port: int, *, timeout: float, secret: bytes | None) -> TcpRendezvous:
+        """Connect to rank 0, trying until it is up. Blocks: call it off the event loops.
+
+        Args:
+            host: Where rank 0 listens.
+            port: Its port.
+            timeout: Seconds until rank 0 must be up, and for each call afterwards.
+            secret: The job's secret, needed unless ``host`` is loopback.
+
+        Raises:
+            HandshakeError: Nobody answered in time, or what answered is no rendezvous, or it needs a secret.
+        """
+        url = tcp_url(host, port)
+
+        def dial(limit: float) -> tuple[Store, bool]:
+            deadline = time.monotonic() + limit
+            address, trusted = wait_until_up(url, host, port, deadline=deadline, timeout=limit, secret=secret)
+            left = max(0.1, deadline - time.monotonic())
+            return open_store(url, address, port, timeout=timeout, limit=left), trusted
+
+        store, trusted = dial(timeout)
+        again = min(timeout, _DIAL_SECONDS)
+        return cls(store, timeout=timeout, url=url, trusted=trusted, dial=lambda: dial(again)[0])
+
+
+def listen(url: str, where: Address, port: int) -> socket.socket:
+    """Claim a port on one address; ``HandshakeError`` says why not, its cause is the ``OSError``."""
+    family, address = where
+    # Listening now claims the port: two sockets may both be bound with SO_REUSEADDR, only one listens.
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((address, port))
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        raise HandshakeError(
+            f"cannot host the rendezvous on {url}: {error.strerror or error}; if the port is taken, stop the "
+            "process that has it (an earlier run?), or choose another on all ranks (port 0 picks a free one and "
+            "logs it); if the address is not this machine's, rank 0 must run where it is"
+        ) from error
+    return listener
+
+
+def _birth(store: Any) -> int:
+    """When the store began: as the first that asks says, for all after it."""
+    said = bytes(store.compare_set(_BORN, "", str(int(time.time()))))
+    if not said.isdigit() or len(said) > 11:
+        raise RuntimeError(f"{_BORN!r} is {said[:40]!r}, which is no time: something else wrote there")
+    return int(said)
+
+
+def open_store(
+    url: str,
+    address: str,
+    port: int,
+    *,
+    timeout: float,
+    limit: float,
+    listener: socket.socket | None = None,
+    shared: bool = False,
+) -> Store:
+    """Make a ``TCPStore``.
+
+    Args:
+        url: How messages name it.
+        address: Where it is.
+        port: Its port.
+        timeout: Seconds for each call.
+        limit: Seconds to make it.
+        listener: A socket to host it on; default connect to it.
+        shared: Host it together with whatever else in this process hosts that port, also where there is no
+            ``listener``, as torch.distributed does.
+
+    Raises:
+        HandshakeError: It cannot be reached, or hosted.
+    """
+
+    def make() -> Store:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, unlisted
+
+        return TCPStore(
+            address,
+            port,
+            None,
+            listener is not None or shared,
+            timedelta(seconds=timeout if listener else limit),
+            False,  # do not wait for the others
+            multi_tenant=shared,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+
+    store = _bounded(
+        make,
+        limit,
+        f"cannot reach the rendezvous {url}",
+        "something listens there: is it rank 0 of this job, and is it not stopped?",
+    )
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def _bounded(make: Callable[[], T], timeout: float, doing: str, hint: str) -> T:
+    """Make a store; its constructor may hang for ever, this does not."""
+    thread = DaemonExecutor(1, name="eplb-rendezvous-open")
+    future = thread.submit(make)
+    thread.shutdown()
+    try:
+        return future.result(timeout)
+    except CallTimeout:
+        raise HandshakeError(f"{doing}: no answer in {timeout:.3g} s; {hint}") from None
+    except (RuntimeError, OSError, MemoryError, ValueError) as error:
+        raise HandshakeError(f"{doing}: {first_line(error)}; {hint}") from error
