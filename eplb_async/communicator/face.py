@@ -109,7 +109,9 @@ class AsyncEplbCommunicator:
             weights: ``[layers]`` of tensors ``[num_local_experts, ...]`` (sequences or mappings), or a callable
                 returning that, which is asked again before each migration.
             placement: Where the experts are now; the same on every rank.
-            rendezvous: ``"tcp://host:port"``, ``"file://path"``, a torch Store, or a ``Rendezvous`` object.
+            rendezvous: ``"tcp://host:port"``, ``"file://path"``, ``"env://"`` (torchrun's variables), a torch Store or
+                ProcessGroup, or a ``Rendezvous`` object. A ProcessGroup is collective: every rank of it opens at once,
+                in the same order, and after a failure it is out of step.
             group: Separates several models or pipeline stages on one rendezvous.
             node: Host label, for "same node first"; default the host's boot id.
             staging: Bytes of staging, or the caller's own flat uint8 buffer; default by ``settings.staging_layers``.
@@ -634,6 +636,7 @@ class AsyncEplbCommunicator:
             try:
                 return await session.close(limit)
             finally:
+                await session.withdraw()
                 if store is not None:
                     await engine.offload(store.close)
                 if isinstance(engine, Engine):

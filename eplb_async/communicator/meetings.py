@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Any
@@ -21,8 +22,12 @@ from eplb_async.core.placement import Placement
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import PlacementError
 from eplb_async.nixl.endpoint import Endpoint
-from eplb_async.rendezvous import Rendezvous, exchange
+from eplb_async.rendezvous import Rendezvous, exchange, withdraw
 from eplb_async.rendezvous.blob import Introduction
+from eplb_async.threads import DaemonExecutor
+
+_log = logging.getLogger("eplb_async.communicator")
+_WITHDRAW_SECONDS = 1.0
 
 
 class Meetings:
@@ -48,6 +53,7 @@ class Meetings:
         self._driver = driver
         self._introducer = introducer
         self._engine = engine
+        self._published = b""
 
     async def exchange(
         self, on_peer: Callable[[int, bytes], Awaitable[None]], timeout: float, *, only: int | None = None
@@ -55,17 +61,36 @@ class Meetings:
         """Publish our introduction as it is now, and meet all others, or one; see ``rendezvous.exchange``."""
         me, endpoint = self._driver.identity, self.endpoint()
         assert self.rendezvous is not None
+        self._published = self._introducer.blob(endpoint, me)
         return await exchange(
             self.rendezvous,
             group=me.group,
             rank=me.rank,
             ep_size=me.ep_size,
-            sealed=self._introducer.blob(endpoint, me),
+            sealed=self._published,
             deadline_per_peer=timeout,
             on_peer=on_peer,
             executor=self.executor,
             peers=None if only is None else [only],
         )
+
+    async def withdraw(self) -> None:
+        """Take our introduction back from a rendezvous that outlives us; best effort, bounded, never raises."""
+        rendezvous, me = self.rendezvous, self._driver.identity
+        if rendezvous is None or not self._published or not getattr(rendezvous, "lasting", True):
+            return
+        sealed, self._published = self._published, b""
+        pool = self.executor or DaemonExecutor(1, name="eplb-withdraw")
+        try:
+            async with asyncio.timeout(_WITHDRAW_SECONDS):
+                await self._engine.loop.run_in_executor(
+                    pool, lambda: withdraw(rendezvous, group=me.group, rank=me.rank, sealed=sealed)
+                )
+        except Exception as error:  # whatever a caller's Rendezvous raises
+            _log.info("rank %d could not withdraw its introduction: %s", me.rank, error)
+        finally:
+            if pool is not self.executor:
+                pool.shutdown(wait=False)
 
     async def group_placement(self, rank: int) -> Introduction | None:
         """The introduction of a member that we know, if it is one with the group's placement."""
@@ -74,7 +99,7 @@ class Meetings:
         assert member is not None
         key = f"{self._driver.identity.group}/blob/{rank}"
         blob = await self._engine.offload(lambda: rendezvous.get(key))
-        if blob is None:
+        if not blob:
             return None
         intro = self._introducer.check(rank, blob)
         return intro if intro.term and start_of(intro.incarnation) == start_of(member.incarnation) else None

@@ -112,6 +112,7 @@ class Opener:
             if made.session is not None:
                 engine.off_stop(made.session.wind_down)
                 await made.session.close(0.0)
+                await made.session.withdraw()
             await engine.offload(made.close_store)  # behind a resolve that is still running
 
         try:
@@ -139,7 +140,7 @@ class Opener:
             secret=self.settings.secret,
             timeout=self.timeout,
         )
-        if isinstance(self.rendezvous, str):
+        if store is not self.rendezvous:
             made.store = store
         return store
 

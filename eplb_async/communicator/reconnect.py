@@ -88,6 +88,8 @@ class Reconnector:
             settled: Waits until nothing of an earlier migration or view change is under way.
         """
         loop, driver = self._engine.loop, self._driver
+        if why := getattr(self._meetings.rendezvous, "one_time", ""):
+            raise HandshakeError(f"rank {rank} cannot be had back: {why}")
         deadline = loop.time() + timeout
         self._stage = "an earlier migration or a view change to settle"  # in words, for the error
         try:
@@ -203,10 +205,10 @@ class Reconnector:
             text += f" ({error.failures.get(rank, error)})"
         if self._driver.protocol.phase is Phase.IN_DOUBT:
             text += f"; this rank is in doubt: {self._driver.last_error}"
-        url = "" if self._meetings.rendezvous is None else self._meetings.rendezvous.url
-        if rank == 0 and url.startswith("tcp://"):
+        rendezvous = self._meetings.rendezvous
+        if rank == 0 and rendezvous is not None and rendezvous.url.startswith("tcp://"):
             text += (
-                f"\nrank 0 hosted the rendezvous {url}, which ended with it: ranks can only come back by one that "
-                "outlives them, as file:// or a store of the launcher's"
+                f"\nrank 0 hosted the rendezvous {rendezvous.url}, which ended with it. Rank 0 hosts it anew at that "
+                "address when it opens again; without EPLB_ASYNC_SECRET the job's key has ended with it, too"
             )
         return text

@@ -193,6 +193,10 @@ class Session:
         if slowest is not None:
             _log.info("rank %d met %d peers; slowest was rank %d, %.3f s", me.rank, len(self.met_seconds), *slowest)
 
+    async def withdraw(self) -> None:
+        """Take our introduction back, where the rendezvous outlives us; best effort, bounded, never raises."""
+        await self._meetings.withdraw()
+
     # ------------------------------------------------------------------------------------------- migrate
     async def migrate(self, new: Placement, timeout: float, loader: Loader | None = None) -> MigrationReport:
         """Run one migration; see ``AsyncEplbCommunicator.migrate``."""

@@ -16,7 +16,14 @@ MIN_SECRET = 16
 
 
 def wait_until_up(
-    url: str, host: str, port: int, *, deadline: float, timeout: float, secret: bytes | None
+    url: str,
+    host: str,
+    port: int,
+    *,
+    deadline: float,
+    timeout: float,
+    secret: bytes | None,
+    hint: str = "is rank 0 of this job running, on that host and port, and does no firewall stand between?",
 ) -> tuple[str, bool]:
     """Return the address that answers, and whether the host is loopback."""
     pause = 0.02
@@ -37,8 +44,7 @@ def wait_until_up(
                     return address, all_loopback(addresses)
         if time.monotonic() + pause >= deadline:
             raise HandshakeError(
-                f"cannot reach the rendezvous {url} in {timeout:g} s: {first_line(trouble)}; is rank 0 of "
-                "this job running, on that host and port, and does no firewall stand between?"
+                f"cannot reach the rendezvous {url} in {timeout:g} s: {first_line(trouble)}; {hint}"
             ) from trouble
         time.sleep(pause)
         pause = min(0.5, pause * 1.5)

@@ -95,6 +95,22 @@ async def exchange(
     return {meeting.peer: meeting.met_at - started for meeting in meetings if meeting.met_at is not None}
 
 
+def withdraw(rendezvous: Rendezvous, *, group: str, rank: int, sealed: bytes) -> None:
+    """Take our introduction back, unless a newer start of this rank has replaced it; blocks.
+
+    The key stays, with nothing: a rank that asks for a key just as it is removed would wait in some stores.
+
+    Args:
+        rendezvous: Where it was left.
+        group: Group on it.
+        rank: This rank.
+        sealed: What was published last.
+    """
+    key = f"{group}/blob/{rank}"
+    if rendezvous.get(key) == sealed:
+        rendezvous.set(key, b"")
+
+
 async def _publish(
     rendezvous: Rendezvous, pool: Executor, key: str, sealed: bytes, deadline: float, timeout: float
 ) -> None:
@@ -195,7 +211,7 @@ class _Meeting:
             awaited: set[asyncio.Future[Any]] = {asked} if self._attempt is None else {asked, self._attempt}
             try:
                 await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-                blob = asked.result() if asked.done() else None
+                blob = (asked.result() or None) if asked.done() else None  # an empty one was withdrawn
             finally:
                 asked.cancel()
         except Exception as error:  # whatever a caller's Rendezvous raises

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 from urllib.parse import urlsplit
 
 from eplb_async.rendezvous.base import Rendezvous
+from eplb_async.rendezvous.environment import EnvRendezvous, Launch
 from eplb_async.rendezvous.file import FileRendezvous
+from eplb_async.rendezvous.snapshot import GroupRendezvous
 from eplb_async.rendezvous.store import StoreRendezvous
 from eplb_async.rendezvous.tcp import TcpRendezvous
 
-_SUPPORTED = '"tcp://host:port", "file:///path", a torch.distributed.Store, or a Rendezvous object'
+_SUPPORTED = (
+    '"tcp://host:port", "file:///path", "env://", a torch.distributed Store or ProcessGroup, or a Rendezvous object'
+)
 
 
 def resolve(rendezvous: str | object, *, rank: int, ep_size: int, secret: bytes | None, timeout: float) -> Rendezvous:
     """Make or adapt a rendezvous. Blocks: call it off the event loops.
 
     Args:
-        rendezvous: ``"tcp://host:port"`` (rank 0 hosts it), ``"file:///path"`` or ``"file://relative"``, a
-            ``torch.distributed.Store``, or an object with the methods of ``Rendezvous``.
+        rendezvous: ``"tcp://host:port"`` (rank 0 hosts it), ``"file:///path"`` or ``"file://relative"``, ``"env://"``
+            (the store that torchrun's variables name), a ``torch.distributed`` Store or ProcessGroup, or an object with
+            the methods of ``Rendezvous``.
         rank: This rank.
         ep_size: Ranks in the group.
         secret: The job's secret, or None.
         timeout: Seconds to reach it, and for each call.
 
     Returns:
-        The rendezvous; whoever resolved a string closes it.
+        The rendezvous; if it is not the caller's own object, whoever resolved it closes it.
 
     Raises:
-        ValueError: It is not one of these, or the URL is malformed; says what is supported.
+        ValueError: It is not one of these, the URL is malformed, or a variable is missing; says what is supported.
         HandshakeError: It cannot be reached or may not be used; says why.
     """
     if not 0 <= rank < ep_size:
@@ -36,24 +42,36 @@ def resolve(rendezvous: str | object, *, rank: int, ep_size: int, secret: bytes 
     if timeout <= 0:
         raise ValueError(f"the timeout of a rendezvous must be positive, not {timeout} s")
     if isinstance(rendezvous, str):
-        return _from_url(rendezvous, rank=rank, secret=secret, timeout=timeout)
-    # An object of torch's can only come from a torch that is imported already.
-    torch_distributed = sys.modules.get("torch.distributed")
-    store_type = getattr(torch_distributed, "Store", None)
-    if store_type is not None and isinstance(rendezvous, store_type):
-        return StoreRendezvous(rendezvous, timeout=timeout)
+        return _from_url(rendezvous, rank=rank, ep_size=ep_size, secret=secret, timeout=timeout)
+    if (adapted := _of_torch(rendezvous, rank=rank, ep_size=ep_size, timeout=timeout)) is not None:
+        return adapted
     if isinstance(rendezvous, Rendezvous):
         return rendezvous
-    if type(rendezvous).__name__.startswith("ProcessGroup"):
-        raise ValueError(f"a ProcessGroup is not supported as a rendezvous yet; use {_SUPPORTED}")
     lacks = [name for name in ("url", "trusted", *_METHODS) if not hasattr(rendezvous, name)]
     raise ValueError(f"a {type(rendezvous).__name__} is no rendezvous (it lacks {', '.join(lacks)}); use {_SUPPORTED}")
+
+
+def _of_torch(rendezvous: Any, *, rank: int, ep_size: int, timeout: float) -> Rendezvous | None:
+    """Adapt a Store or a ProcessGroup; they can only come from a torch that is imported already."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return None
+    if isinstance(rendezvous, distributed.Store):
+        return StoreRendezvous(rendezvous, timeout=timeout)
+    if isinstance(rendezvous, distributed.ProcessGroup) or type(rendezvous).__name__.startswith("ProcessGroup"):
+        return GroupRendezvous(rendezvous, rank=rank, ep_size=ep_size, timeout=timeout)
+    if rendezvous is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this process is no member of the ProcessGroup: new_group gave it NON_GROUP_MEMBER. Open on the ranks of "
+            "the group only"
+        )
+    return None
 
 
 _METHODS = ("set", "get", "add", "delete", "close")
 
 
-def _from_url(url: str, *, rank: int, secret: bytes | None, timeout: float) -> Rendezvous:
+def _from_url(url: str, *, rank: int, ep_size: int, secret: bytes | None, timeout: float) -> Rendezvous:
     scheme, separator, rest = url.partition("://")
     if not separator:
         raise ValueError(f"the rendezvous {url!r} is no URL; use {_SUPPORTED}")
@@ -69,10 +87,14 @@ def _from_url(url: str, *, rank: int, secret: bytes | None, timeout: float) -> R
             raise ValueError(f"the rendezvous {url!r}: rank {rank} needs the real port, which rank 0 logged")
         return TcpRendezvous.connect(host, port, timeout=timeout, secret=secret)
     if scheme == "env":
-        raise ValueError(
-            f"the rendezvous {url!r} is not supported yet; use {_SUPPORTED}, e.g. tcp:// with MASTER_ADDR as "
-            "host and a port of its own"
-        )
+        if rest:
+            raise ValueError(
+                f'the rendezvous {url!r} has parts that mean nothing: variables say all; use "env://" or tcp://host:port'
+            )
+        launch = Launch.read()
+        if ep_size > launch.world_size:
+            raise ValueError(f"ep_size {ep_size} is more than the WORLD_SIZE={launch.world_size} of env://")
+        return EnvRendezvous.open(launch, timeout=timeout, secret=secret)
     raise ValueError(f"the rendezvous {url!r} has an unknown scheme {scheme!r}; use {_SUPPORTED}")
 
 

@@ -38,7 +38,10 @@ class StoreRendezvous:
     Attributes:
         url: How messages name it.
         trusted: See ``Rendezvous``.
+        lasting: Whether it outlives the ranks, so that what they leave there is worth removing.
     """
+
+    lasting = True
 
     def __init__(
         self,

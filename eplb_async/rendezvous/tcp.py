@@ -38,7 +38,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _BORN = "eplb_async/born"
-_DIAL_SECONDS = 2.0
+DIAL_SECONDS = 2.0
+"""How long a call may dial a store that was lost."""
 
 
 class TcpRendezvous(StoreRendezvous):
@@ -103,7 +104,7 @@ class TcpRendezvous(StoreRendezvous):
             return open_store(url, address, port, timeout=timeout, limit=left), trusted
 
         store, trusted = dial(timeout)
-        again = min(timeout, _DIAL_SECONDS)
+        again = min(timeout, DIAL_SECONDS)
         return cls(store, timeout=timeout, url=url, trusted=trusted, dial=lambda: dial(again)[0])
 
 

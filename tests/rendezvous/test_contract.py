@@ -12,30 +12,51 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from eplb_async.rendezvous import FileRendezvous, Rendezvous, StoreRendezvous, TcpRendezvous, resolve
+from eplb_async.rendezvous import (
+    EnvRendezvous,
+    FileRendezvous,
+    Launch,
+    Rendezvous,
+    StoreRendezvous,
+    TcpRendezvous,
+    resolve,
+    withdraw,
+)
 
 Pair = tuple[Rendezvous, Rendezvous]
 
 
-@pytest.fixture(params=["memory", "tcp", "file", "hash-store"])
+@pytest.fixture(params=["memory", "tcp", "file", "hash-store", "env", "env-agent"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path, memory: Any) -> Iterator[Pair]:
     """Two views of one rendezvous, as two ranks have them."""
     first: Rendezvous
     second: Rendezvous
-    if request.param == "memory":
-        first = second = memory
-    elif request.param == "tcp":
-        first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
-        second = TcpRendezvous.connect("127.0.0.1", int(first.url.rpartition(":")[2]), timeout=20, secret=None)
-    elif request.param == "file":
-        first, second = (FileRendezvous(tmp_path / "store", timeout=20) for _ in range(2))
-    else:
-        store = dist.HashStore()
-        first, second = StoreRendezvous(store), StoreRendezvous(store)
     with ExitStack() as stack:
+        if request.param == "memory":
+            first = second = memory
+        elif request.param == "tcp":
+            first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+            second = TcpRendezvous.connect("127.0.0.1", port_of(first), timeout=20, secret=None)
+        elif request.param == "file":
+            first, second = (FileRendezvous(tmp_path / "store", timeout=20) for _ in range(2))
+        elif request.param == "hash-store":
+            store = dist.HashStore()
+            first, second = StoreRendezvous(store), StoreRendezvous(store)
+        else:
+            agent = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+            stack.callback(agent.close)
+            by_agent = request.param == "env-agent"
+            if not by_agent:
+                agent.close()
+            launches = [Launch(rank, 2, "127.0.0.1", port_of(agent), by_agent, "run", 0) for rank in range(2)]
+            first, second = (EnvRendezvous.open(launch, timeout=20, secret=None) for launch in launches)
         stack.callback(first.close)
         stack.callback(second.close)
         yield first, second
+
+
+def port_of(rendezvous: TcpRendezvous) -> int:
+    return int(rendezvous.url.rpartition(":")[2])
 
 
 def test_it_is_a_rendezvous(pair: Pair) -> None:
@@ -82,6 +103,16 @@ def test_deleted_keys_are_gone_and_deleting_never_raises(pair: Pair) -> None:
     pair[1].delete("k")
     pair[1].delete("k")
     assert pair[0].get("k") is None
+
+
+def test_what_was_withdrawn_is_empty_unless_a_newer_start_replaced_it(pair: Pair) -> None:
+    """A rank that closes takes back its own introduction, and no other."""
+    pair[0].set("g/blob/1", b"old")
+    withdraw(pair[0], group="g", rank=1, sealed=b"old")
+    assert not pair[1].get("g/blob/1")
+    pair[1].set("g/blob/1", b"new")
+    withdraw(pair[0], group="g", rank=1, sealed=b"old")
+    assert pair[0].get("g/blob/1") == b"new"
 
 
 def test_close_is_idempotent(pair: Pair) -> None:

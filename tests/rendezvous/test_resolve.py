@@ -67,7 +67,7 @@ def test_objects(memory: Any) -> None:
         ("", "no URL"),
         ("10.0.0.1:29500", "no URL"),
         ("etcd://10.0.0.1:29500", "unknown scheme 'etcd'"),
-        ("env://", "not supported yet"),
+        ("env://10.0.0.1", "parts that mean nothing"),
         ("tcp://127.0.0.1", "lacks a port"),
         ("tcp://127.0.0.1:", "lacks a port"),
         ("tcp://:29500", "lacks a host"),
@@ -90,14 +90,10 @@ def test_what_is_no_rendezvous_says_what_is(rendezvous: object, says: str) -> No
     assert "word" not in str(caught.value)
 
 
-def test_a_process_group_is_for_later() -> None:
-    """It is refused by name, not as an object without methods."""
-
-    class ProcessGroupGloo:
-        pass
-
-    with pytest.raises(ValueError, match="ProcessGroup is not supported as a rendezvous yet"):
-        resolved(ProcessGroupGloo())
+def test_a_process_group_of_others_is_refused() -> None:
+    """``new_group`` gives those outside it a number."""
+    with pytest.raises(ValueError, match="this process is no member of the ProcessGroup"):
+        resolved(dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def test_only_rank_0_may_leave_the_port_open() -> None:

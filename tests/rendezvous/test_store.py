@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import eplb_async
 from eplb_async.errors import HandshakeError
-from eplb_async.rendezvous import FileRendezvous, StoreRendezvous, TcpRendezvous
+from eplb_async.rendezvous import FileRendezvous, StoreRendezvous, TcpRendezvous, next_incarnation
 
 SECRET = b"0123456789abcdef"
 
@@ -82,6 +83,58 @@ def test_a_port_is_free_again_after_close() -> None:
     first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
     first.close()
     TcpRendezvous.host("127.0.0.1", port_of(first), timeout=20, secret=None).close()
+
+
+def test_a_client_dials_a_host_that_started_again() -> None:
+    """The call that notices fails; once there is a host at that address again, calls reach it."""
+    host = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    client = TcpRendezvous.connect("127.0.0.1", port_of(host), timeout=20, secret=None)
+    first = next_incarnation(host, "g", 0)
+    assert next_incarnation(client, "g", 0) == first + 1
+    host.close()
+    for what in ("failed", "cannot reach"):
+        with pytest.raises(HandshakeError, match=what):
+            client.set("k", b"v")
+    again = TcpRendezvous.host("127.0.0.1", port_of(host), timeout=20, secret=None)
+    assert client.get("k") is None
+    client.set("k", b"v")
+    assert again.get("k") == b"v"
+    assert next_incarnation(again, "g", 0) >= first
+    client.close()
+    again.close()
+
+
+def test_a_client_whose_host_hangs_is_not_stuck_with_it(silent_port: int) -> None:
+    """A call that runs out leaves its thread behind, and the next one dials."""
+    host = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    store = Stuck()
+    client = StoreRendezvous(store, timeout=0.2, dial=lambda: host._line._store)  # type: ignore[arg-type, return-value]
+    with pytest.raises(HandshakeError, match="has not answered"):
+        client.get("k")
+    client.set("k", b"v")
+    assert host.get("k") == b"v"
+    client.close()
+    host.close()
+    store.free.set()
+
+
+def test_starts_that_a_later_store_counts_are_newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting begins at the time when the store began."""
+    starts = []
+    for now in (1_800_000_000, 1_800_000_100):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        host = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+        starts += [next_incarnation(host, "g", 0) for _ in range(2)]
+        host.close()
+    assert starts == [1_800_000_001, 1_800_000_002, 1_800_000_101, 1_800_000_102]
+
+
+def test_what_is_no_time_is_refused() -> None:
+    """Something else under that name is not counted from."""
+    store = dist.HashStore()
+    store.set("eplb_async/born", "yesterday")
+    with pytest.raises(HandshakeError, match=r"born' is b'yesterday', which is no time"):
+        TcpRendezvous(store, timeout=20, url="tcp://x", trusted=True)
 
 
 def test_a_client_waits_for_a_host_that_starts_later() -> None:
