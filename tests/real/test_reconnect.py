@@ -138,12 +138,15 @@ def test_a_fenced_rank_opens_again_in_its_process(start: Start, transport: str) 
     assert ranks.all("check", NEW) == [0, 0, 0]
 
 
-def test_without_the_rendezvous_that_died_with_rank_0_the_error_says_so(start: Start) -> None:
-    """A tcp:// rendezvous ends with rank 0; the others go on, and are told why nobody can come back."""
+def tcp_url() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = start(OLD, rendezvous=f"tcp://127.0.0.1:{port}", settings={"secret": b"s" * 16})
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_without_the_rendezvous_that_died_with_rank_0_the_error_says_so(start: Start) -> None:
+    """A tcp:// rendezvous ends with rank 0; the others go on, and are told who has to host it."""
+    ranks = start(OLD, rendezvous=tcp_url(), settings={"secret": b"s" * 16})
     ranks.kill(0)
     assert ranks.exit_code(0) == -signal.SIGKILL
     for rank in (1, 2):
@@ -152,7 +155,22 @@ def test_without_the_rendezvous_that_died_with_rank_0_the_error_says_so(start: S
         answer = ranks.receive(rank)
         assert isinstance(answer, Failure)
         assert answer.kind == "HandshakeError"
-        assert "rank 0 hosted the rendezvous" in answer.text
+        assert "Rank 0 hosts it anew" in answer.text
     target = without(NEW, 0)
     ranks.all("migrate", target, 60.0, ranks=[1, 2])
     assert ranks.all("check", target, ranks=[1, 2]) == [0, 0]
+
+
+@pytest.mark.parametrize("secret", [b"s" * 16, None], ids=["secret", "none"])
+def test_rank_0_hosts_its_rendezvous_anew(start: Start, transport: str, secret: bytes | None) -> None:
+    """SIGKILL of rank 0 ends the store; its next process hosts another, by which all ranks come back, too."""
+    ranks = start(OLD, rendezvous=tcp_url(), transport=transport, settings={"secret": secret})
+    for victim in (0, 0, 2):
+        ranks.kill(victim)
+        ranks.exit_code(victim)
+        ranks.start(victim)
+        back(ranks, victim)
+        ranks.all("migrate", NEW, 60.0)
+        assert ranks.all("check", NEW) == [0, 0, 0]
+        ranks.all("migrate", OLD, 60.0)
+        assert ranks.all("check", OLD) == [0, 0, 0]
