@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 
+from eplb_async.communicator.meetings import all_ended
 from eplb_async.communicator.members import GENERATION_BITS, Identity
 from eplb_async.communicator.session import Session
 from eplb_async.core.placement import Placement
 from eplb_async.engine import Engine, LoopEngine
 from eplb_async.errors import CommunicatorClosed, HandshakeError, PlacementError, WeightsError
 from eplb_async.nixl.endpoint import NativeFactory
-from eplb_async.rendezvous import Rendezvous, join, resolve
+from eplb_async.rendezvous import Rendezvous, job_key, join, resolve
 from eplb_async.settings import Settings
 from eplb_async.telemetry.emitter import Emitter
-from eplb_async.threads import Inline
+from eplb_async.threads import DaemonExecutor, Inline
 from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike, load_xxhash
 
 _log = logging.getLogger("eplb_async.communicator")
 _WATCH_SECONDS = 10.0
+_KEY_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,29 +82,45 @@ class Opener:
             deadline = time.monotonic() + self.timeout
             store = await engine.offload(lambda: self._resolve(made))
             inline = engine.worker if isinstance(engine.worker, Inline) else None
-            joined = await join(
-                store,
-                group=self.group,
-                rank=self.rank,
-                secret=self.settings.secret,
-                timeout=max(0.0, deadline - time.monotonic()),
-                executor=inline,
-            )
-            incarnation = joined.incarnation << GENERATION_BITS
-            node = self.node if self.node is not None else await engine.offload(_boot_id)
-            made.session = Session(
-                Identity(self.rank, self.ep_size, self.group, node, incarnation),
-                engine=engine,
-                settings=self.settings,
-                key=joined.key,
-                weights=rows,
-                placement=self.placement,
-                copier=copier,
-                staging=self.staging,
-                native=self.native,
-                emitter=self.emitter,
-            )
-            await made.session.introduce(store, max(0.0, deadline - time.monotonic()), inline)
+
+            async def enter() -> bool:
+                """Join and meet all; False if the job's key changed meanwhile: another try has the right one."""
+                joined = await join(
+                    store,
+                    group=self.group,
+                    rank=self.rank,
+                    secret=self.settings.secret,
+                    timeout=max(0.0, deadline - time.monotonic()),
+                    executor=inline,
+                )
+                incarnation = joined.incarnation << GENERATION_BITS
+                node = self.node if self.node is not None else await engine.offload(_boot_id)
+                session = made.session = Session(
+                    Identity(self.rank, self.ep_size, self.group, node, incarnation),
+                    engine=engine,
+                    settings=self.settings,
+                    key=joined.key,
+                    weights=rows,
+                    placement=self.placement,
+                    copier=copier,
+                    staging=self.staging,
+                    native=self.native,
+                    emitter=self.emitter,
+                )
+                meeting = asyncio.ensure_future(session.introduce(store, max(0.0, deadline - time.monotonic()), inline))
+                changing = asyncio.ensure_future(self._key_changed(store, joined.key, engine))
+                async with all_ended(meeting, changing):
+                    await asyncio.wait({meeting, changing}, return_when=asyncio.FIRST_COMPLETED)
+                    if meeting.done():
+                        meeting.result()
+                        return True
+                _log.warning("rank %d joins again: the group runs already, and has another key", self.rank)
+                await session.close(0.0)
+                return False
+
+            while not await enter():
+                pass
+            assert made.session is not None
             await made.session.owner.digest_all()  # after it: the others need not wait for this
             engine.off_stop(unmake)
             engine.on_stop(made.session.wind_down)
@@ -129,6 +147,25 @@ class Opener:
         if isinstance(engine, Engine):
             engine.post(lambda: engine.spawn(_watch(user_loop, session, engine), "watch of the user's loop"))
         return session, made.store
+
+    async def _key_changed(self, store: Rendezvous, key: bytes, engine: LoopEngine) -> None:
+        """Return when another job's key is at a rendezvous that a rank hosts anew; elsewhere never."""
+        if self.settings.secret or getattr(store, "lasting", True):
+            await engine.loop.create_future()
+
+        def is_other() -> bool:
+            found = job_key(store, group=self.group, rank=self.rank, secret=None)
+            return found is not None and found != key
+
+        pool = DaemonExecutor(1, name="eplb-key")
+        try:
+            while True:
+                await asyncio.sleep(_KEY_SECONDS)
+                with contextlib.suppress(HandshakeError):  # the meeting says it, too
+                    if await engine.loop.run_in_executor(pool, is_other):
+                        return
+        finally:
+            pool.shutdown(wait=False)
 
     def _resolve(self, made: _Made) -> Rendezvous:
         if self.timeout <= 0:

@@ -208,7 +208,7 @@ class Reconnector:
         rendezvous = self._meetings.rendezvous
         if rank == 0 and rendezvous is not None and rendezvous.url.startswith("tcp://"):
             text += (
-                f"\nrank 0 hosted the rendezvous {rendezvous.url}, which ended with it. Rank 0 hosts it anew at that "
-                "address when it opens again; without EPLB_ASYNC_SECRET the job's key has ended with it, too"
+                f"\nrank 0 hosted the rendezvous {rendezvous.url}, which ended with it: rank 0 hosts it anew when it "
+                "opens again at that address"
             )
         return text

@@ -155,12 +155,20 @@ class EnvRendezvous(TcpRendezvous):
 
     def set(self, key: str, value: bytes) -> None:
         """Store ``value`` under ``key``, for this attempt."""
-        super().set(self._prefix + key, self._attempt + value)
+        where, tagged = self._prefix + key, self._attempt + value
+        if key.endswith("/key") and self._is_stale(where):
+            self._call(f"write {key!r}", lambda store: store.set(where, tagged))  # type: ignore[arg-type]
+        else:
+            super().set(where, tagged)
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None if this attempt has given it none yet."""
         found = super().get(self._prefix + key)
         return found[_ATTEMPT.size :] if found is not None and found.startswith(self._attempt) else None
+
+    def _is_stale(self, where: str) -> bool:
+        found = super().get(where)
+        return found is not None and not found.startswith(self._attempt)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, atomically over all ranks and attempts."""

@@ -26,7 +26,7 @@ from eplb_async.rendezvous.blob import KEY_SIZE
 from eplb_async.threads import DaemonExecutor
 
 _FASTEST, _SLOWEST = 0.005, 0.05
-_MAX_STARTS = 1 << 40
+_MAX_STARTS = 1 << 46  # some of them are times in milliseconds
 
 
 @dataclass(frozen=True, slots=True)

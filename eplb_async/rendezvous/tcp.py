@@ -3,8 +3,12 @@
 ``TCPStore("127.0.0.1", ...)`` listens on every interface, so rank 0 hands it a socket that we bound (N-45).
 
 The store ends with the process of rank 0, and a new process of rank 0 hosts a new one at the same address. The
-others dial that one when they need it next. What the old one held is gone, so each store notes when it began,
-and starts of ranks are counted from there: a start that a later store counted is newer than all before.
+others dial that one when they need it next. What the old one held is gone:
+
+- Each store notes when it began, and starts of ranks are counted from there, a millisecond each, so that a
+  start which a later store counted is newer than all before.
+- Who dials it brings the job's key along, where that was kept in the store. A rank that opens there meanwhile, with
+  a key of its own making, sees it change and joins again (``opener.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class TcpRendezvous(StoreRendezvous):
     the life of its communicator, not only until its own peers are found.
 
     Attributes:
-        born: When the store began, in seconds since 1970 on the clock of whoever came first.
+        born: When the store began, in milliseconds since 1970 on the clock of whoever came first.
     """
 
     lasting = False
@@ -57,8 +61,31 @@ class TcpRendezvous(StoreRendezvous):
     def __init__(
         self, store: Store, *, timeout: float, url: str, trusted: bool, dial: Callable[[], Store] | None = None
     ) -> None:
-        super().__init__(store, timeout=timeout, url=url, trusted=trusted, dial=dial)
+        super().__init__(
+            store, timeout=timeout, url=url, trusted=trusted, dial=dial and (lambda: self._restore(dial()))
+        )
+        self._keys: dict[str, bytes] = {}
         self.born = self._call("ask when the store began", _birth)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store ``value`` under ``key``, replacing what was there, unless it is a job's key: there the first wins."""
+        if key.endswith("/key"):
+            self._call(f"write {key!r}", lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
+        else:
+            super().set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value of ``key``, or None if it has none yet."""
+        found = super().get(key)
+        if found and key.endswith("/key"):
+            self._keys[key] = found
+        return found
+
+    def _restore(self, store: Any) -> Any:
+        """Give a store that may have begun anew the jobs' keys that this rank has: its peers have the same."""
+        for key, value in self._keys.items():
+            store.set(key, value)
+        return store
 
     @classmethod
     def host(cls, host: str, port: int, *, timeout: float, secret: bytes | None) -> TcpRendezvous:
@@ -131,8 +158,8 @@ def listen(url: str, where: Address, port: int) -> socket.socket:
 
 def _birth(store: Any) -> int:
     """When the store began: as the first that asks says, for all after it."""
-    said = bytes(store.compare_set(_BORN, "", str(int(time.time()))))
-    if not said.isdigit() or len(said) > 11:
+    said = bytes(store.compare_set(_BORN, "", str(time.time_ns() // 1_000_000)))
+    if not said.isdigit() or len(said) > 14:
         raise RuntimeError(f"{_BORN!r} is {said[:40]!r}, which is no time: something else wrote there")
     return int(said)
 

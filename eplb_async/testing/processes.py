@@ -43,6 +43,7 @@ class Spec:
         method: ``"forkserver"`` starts in a tenth of the time, since torch is imported once; ``"spawn"`` runs a
             whole interpreter, its exit included.
         telemetry: Module whose ``hook(rank)`` gives each rank's telemetry hook; empty: none.
+        variables: Environment variables of each rank's process; ``{rank}`` in a value stands for its rank.
         logs: Directory for what each rank prints, ``rank<n>.log``; empty: with what the parent prints.
     """
 
@@ -55,6 +56,7 @@ class Spec:
     timeout: float = 60.0
     method: str = "forkserver"
     telemetry: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
     logs: str = ""
 
 
@@ -376,6 +378,7 @@ def _main(rank: int, spec: Spec, pipe: Connection) -> None:
         os.dup2(log, 2)
         os.close(log)
     os.dup2(2, 1)
+    os.environ.update({name: value.format(rank=rank) for name, value in spec.variables.items()})
     if spec.transport == "tcp":
         os.environ["UCX_TLS"] = "tcp,self"
     torch.set_num_threads(1)

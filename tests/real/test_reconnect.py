@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from eplb_async.core.placement import Placement
 from eplb_async.testing.processes import Failure, RankProcesses
@@ -155,7 +157,7 @@ def test_without_the_rendezvous_that_died_with_rank_0_the_error_says_so(start: S
         answer = ranks.receive(rank)
         assert isinstance(answer, Failure)
         assert answer.kind == "HandshakeError"
-        assert "Rank 0 hosts it anew" in answer.text
+        assert "rank 0 hosts it anew when it opens" in answer.text
     target = without(NEW, 0)
     ranks.all("migrate", target, 60.0, ranks=[1, 2])
     assert ranks.all("check", target, ranks=[1, 2]) == [0, 0]
@@ -174,3 +176,33 @@ def test_rank_0_hosts_its_rendezvous_anew(start: Start, transport: str, secret: 
         assert ranks.all("check", NEW) == [0, 0, 0]
         ranks.all("migrate", OLD, 60.0)
         assert ranks.all("check", OLD) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("by_agent", [True, False], ids=["agent", "rank 0"])
+def test_ranks_come_back_by_the_store_of_their_launcher(start: Start, transport: str, by_agent: bool) -> None:
+    """``env://``: any rank killed and started again with its variables is had back, whoever hosts the store."""
+    agent = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False)
+    port = agent.port
+    if not by_agent:
+        del agent
+    variables = {
+        "RANK": "{rank}",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(by_agent),
+    }
+    ranks = start(OLD, rendezvous="env://", transport=transport, variables=variables)
+    for victim in (0, 2):
+        ranks.kill(victim)
+        ranks.exit_code(victim)
+        ranks.start(victim)
+        back(ranks, victim)
+        ranks.all("migrate", NEW, 60.0)
+        assert ranks.all("check", NEW) == [0, 0, 0]
+        ranks.all("migrate", OLD, 60.0)
+        assert ranks.all("check", OLD) == [0, 0, 0]
+    if by_agent:
+        held = agent.num_keys()
+        ranks.all("close")
+        assert agent.num_keys() == held

@@ -121,12 +121,12 @@ def test_a_client_whose_host_hangs_is_not_stuck_with_it(silent_port: int) -> Non
 def test_starts_that_a_later_store_counts_are_newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting begins at the time when the store began."""
     starts = []
-    for now in (1_800_000_000, 1_800_000_100):
-        monkeypatch.setattr("time.time", lambda now=now: now)
+    for now in (1_800_000_000_000, 1_800_000_000_100):
+        monkeypatch.setattr("time.time_ns", lambda now=now: now * 1_000_000)
         host = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
         starts += [next_incarnation(host, "g", 0) for _ in range(2)]
         host.close()
-    assert starts == [1_800_000_001, 1_800_000_002, 1_800_000_101, 1_800_000_102]
+    assert starts == [1_800_000_000_001, 1_800_000_000_002, 1_800_000_000_101, 1_800_000_000_102]
 
 
 def test_what_is_no_time_is_refused() -> None:
