@@ -7,6 +7,7 @@ the executor is shut down or dropped.
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import weakref
@@ -81,6 +82,24 @@ class DaemonExecutor(Executor):
         for thread in self._threads if wait else ():
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
+
+
+def apart(
+    loop: asyncio.AbstractEventLoop, call: Callable[[], T], *, name: str, executor: Executor | None = None
+) -> asyncio.Future[T]:
+    """Make one blocking call on a thread of its own, which nobody waits for when the future is cancelled.
+
+    Args:
+        loop: Loop of the future.
+        call: What to call.
+        name: Name of the thread.
+        executor: Where to call it instead.
+    """
+    pool = executor or DaemonExecutor(1, name=name)
+    future = loop.run_in_executor(pool, call)
+    if executor is None:
+        pool.shutdown(wait=False)
+    return future
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None], idle: threading.Semaphore) -> None:

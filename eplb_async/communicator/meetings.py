@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from eplb_async.errors import PlacementError
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.rendezvous import Rendezvous, exchange, withdraw
 from eplb_async.rendezvous.blob import Introduction
-from eplb_async.threads import DaemonExecutor
+from eplb_async.threads import apart
 
 _log = logging.getLogger("eplb_async.communicator")
 _WITHDRAW_SECONDS = 1.0
@@ -80,17 +81,12 @@ class Meetings:
         if rendezvous is None or not self._published or not getattr(rendezvous, "lasting", True):
             return
         sealed, self._published = self._published, b""
-        pool = self.executor or DaemonExecutor(1, name="eplb-withdraw")
+        call = partial(withdraw, rendezvous, group=me.group, rank=me.rank, sealed=sealed)
         try:
             async with asyncio.timeout(_WITHDRAW_SECONDS):
-                await self._engine.loop.run_in_executor(
-                    pool, lambda: withdraw(rendezvous, group=me.group, rank=me.rank, sealed=sealed)
-                )
+                await apart(self._engine.loop, call, name="eplb-withdraw", executor=self.executor)
         except Exception as error:  # whatever a caller's Rendezvous raises
             _log.info("rank %d could not withdraw its introduction: %s", me.rank, error)
-        finally:
-            if pool is not self.executor:
-                pool.shutdown(wait=False)
 
     async def group_placement(self, rank: int) -> Introduction | None:
         """The introduction of a member that we know, if it is one with the group's placement."""

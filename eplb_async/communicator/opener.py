@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.rendezvous import Rendezvous, job_key, join, resolve
 from eplb_async.settings import Settings
 from eplb_async.telemetry.emitter import Emitter
-from eplb_async.threads import DaemonExecutor, Inline
+from eplb_async.threads import Inline, apart
 from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike, load_xxhash
 
 _log = logging.getLogger("eplb_async.communicator")
@@ -80,8 +81,9 @@ class Opener:
         async def start() -> None:
             engine.on_stop(unmake)
             deadline = time.monotonic() + self.timeout
-            store = await engine.offload(lambda: self._resolve(made))
             inline = engine.worker if isinstance(engine.worker, Inline) else None
+            # on its own thread: it may hang until its deadline, and no stop of the engine waits for it
+            store = await apart(engine.loop, lambda: self._resolve(made), name="eplb-resolve", executor=inline)
 
             async def enter() -> bool:
                 """Join and meet all; False if the job's key changed meanwhile: another try has the right one."""
@@ -108,7 +110,7 @@ class Opener:
                     emitter=self.emitter,
                 )
                 meeting = asyncio.ensure_future(session.introduce(store, max(0.0, deadline - time.monotonic()), inline))
-                changing = asyncio.ensure_future(self._key_changed(store, joined.key, engine))
+                changing = asyncio.ensure_future(self._key_changed(store, joined.key, engine, inline))
                 async with all_ended(meeting, changing):
                     await asyncio.wait({meeting, changing}, return_when=asyncio.FIRST_COMPLETED)
                     if meeting.done():
@@ -131,7 +133,7 @@ class Opener:
                 engine.off_stop(made.session.wind_down)
                 await made.session.close(0.0)
                 await made.session.withdraw()
-            await engine.offload(made.close_store)  # behind a resolve that is still running
+            await engine.offload(made.close_store)
 
         try:
             await engine.run(start)
@@ -148,7 +150,7 @@ class Opener:
             engine.post(lambda: engine.spawn(_watch(user_loop, session, engine), "watch of the user's loop"))
         return session, made.store
 
-    async def _key_changed(self, store: Rendezvous, key: bytes, engine: LoopEngine) -> None:
+    async def _key_changed(self, store: Rendezvous, key: bytes, engine: LoopEngine, inline: Inline | None) -> None:
         """Return when another job's key is at a rendezvous that a rank hosts anew; elsewhere never."""
         if self.settings.secret or getattr(store, "lasting", True):
             await engine.loop.create_future()
@@ -157,15 +159,11 @@ class Opener:
             found = job_key(store, group=self.group, rank=self.rank, secret=None)
             return found is not None and found != key
 
-        pool = DaemonExecutor(1, name="eplb-key")
-        try:
-            while True:
-                await asyncio.sleep(_KEY_SECONDS)
-                with contextlib.suppress(HandshakeError):  # the meeting says it, too
-                    if await engine.loop.run_in_executor(pool, is_other):
-                        return
-        finally:
-            pool.shutdown(wait=False)
+        while True:
+            await asyncio.sleep(_KEY_SECONDS)
+            with contextlib.suppress(HandshakeError):  # the meeting says it, too
+                if await apart(engine.loop, is_other, name="eplb-key", executor=inline):
+                    return
 
     def _resolve(self, made: _Made) -> Rendezvous:
         if self.timeout <= 0:
@@ -178,7 +176,7 @@ class Opener:
             timeout=self.timeout,
         )
         if store is not self.rendezvous:
-            made.store = store
+            made.take(store)
         return store
 
 
@@ -188,9 +186,21 @@ class _Made:
     def __init__(self) -> None:
         self.session: Session | None = None
         self.store: Rendezvous | None = None
+        self._lock = threading.Lock()
+        self._given_back = False
+
+    def take(self, store: Rendezvous) -> None:
+        """Note a rendezvous that is ours to close; closed at once if ``open`` has ended meanwhile."""
+        with self._lock:
+            self.store = store
+            if not self._given_back:
+                return
+        store.close()
 
     def close_store(self) -> None:
-        """Close the rendezvous if it is ours."""
+        """Close the rendezvous if it is ours, also one that is only found later."""
+        with self._lock:
+            self._given_back = True
         if self.store is not None:
             self.store.close()
 

@@ -5,8 +5,10 @@ whole group: it cannot say which rank is missing, and a group in which one ran o
 
 Facts that shape this module, measured with torch 2.13 and gloo:
 
-- ``Work.wait(timeout)`` returns at its timeout, but the collective itself goes on until the group's own
-  (30 minutes unless ``init_process_group`` was told another). So all of it runs on a daemon thread.
+- A collective cannot be taken back: it goes on until the group's own timeout (30 minutes unless
+  ``init_process_group`` was told another), and a call may block. So all of it runs on a daemon thread.
+- A thread that stands in ``Work.wait`` while the interpreter ends, and is woken then because a peer ended too, aborts
+  the process. So completion is polled.
 - A group without a CPU backend refuses a CPU tensor at once, on every rank, before anything is sent.
 """
 
@@ -15,8 +17,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as CallTimeout
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from eplb_async.errors import HandshakeError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MAX_PAYLOAD = 64 << 20
 """Bytes that one rank may give to :func:`gather`."""
 
+_SHORTEST, _LONGEST = 0.0005, 0.02
 _MAGIC = b"EPLBGRP1"
 _HEADER = struct.Struct(">8sQ")
 
@@ -61,15 +62,14 @@ def gather(group: ProcessGroup, payload: bytes, *, timeout: float) -> list[bytes
     thread.shutdown()
     try:
         return future.result(timeout + 0.5)  # its own waits end first, unless the backend's do not
-    except CallTimeout:
-        raise HandshakeError(_out_of_step(group, timeout, "its collective did not come back")) from None
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
         if "No backend type associated with device type cpu" in str(error):
             raise ValueError(
                 f"the {_name(group)} has no backend for CPU tensors (nccl alone has none): make one on all ranks, "
                 'torch.distributed.new_group(backend="gloo"), and give that'
             ) from error
-        raise HandshakeError(_out_of_step(group, timeout, first_line(error).rstrip(".!"))) from error
+        trouble = first_line(error).rstrip(".!") if str(error) else "its collective did not come back"
+        raise HandshakeError(_out_of_step(group, timeout, trouble)) from error
 
 
 def check_group(group: object) -> None:
@@ -108,7 +108,13 @@ def _all_gather(group: ProcessGroup, data: bytes, size: int, deadline: float) ->
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     theirs = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())]
     work = group.allgather([theirs], [mine])
-    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    pause = _SHORTEST
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            raise TimeoutError("not all ranks took part")
+        time.sleep(pause)
+        pause = min(_LONGEST, 2 * pause)
+    work.wait()  # it is over: raises what it ended with
     return _bytes(theirs)
 
 
