@@ -104,6 +104,9 @@ class EnvRendezvous(TcpRendezvous):
 
     Values carry the number of the attempt: those of an earlier one are as good as absent, and are overwritten. So
     a store that outlives its processes neither misleads the next ones nor grows. Counters go on.
+
+    Attributes:
+        place: Which process of the world this is.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class EnvRendezvous(TcpRendezvous):
     ) -> None:
         super().__init__(store, timeout=timeout, url=_url(launch), trusted=trusted, dial=dial)
         self.lasting = launch.by_agent
+        self.place = f"RANK={launch.rank}"
         self._prefix = f"eplb_async/{launch.run}/"
         self._attempt = _ATTEMPT.pack(launch.attempt)
 

@@ -1,7 +1,8 @@
 """What a rank needs before it can introduce itself: its incarnation, and the job's key.
 
 Keys on the rendezvous, all under the group's name: ``{group}/incarnation/{rank}`` counts a rank's starts,
-``{group}/key`` holds the job's key where no secret is set, ``{group}/blob/{rank}`` the introductions.
+``{group}/key`` holds the job's key where no secret is set, ``{group}/blob/{rank}`` the introductions, and with
+``env://`` ``{group}/place/{rank}`` says which process of the world has the rank.
 
 With a secret the key is derived from it and nothing is stored. Without one (loopback, a private file, a store
 that the caller trusts) rank 0 makes a random key the first time a group meets on a store, and every later run
@@ -15,15 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from eplb_async._types import Hidden
+from eplb_async.core.text import one_line
 from eplb_async.errors import HandshakeError
 from eplb_async.rendezvous.base import Rendezvous
 from eplb_async.rendezvous.blob import KEY_SIZE
 from eplb_async.threads import DaemonExecutor
+
+logger = logging.getLogger(__name__)
 
 _FASTEST, _SLOWEST = 0.005, 0.05
 _MAX_STARTS = 1 << 46  # some of them are times in milliseconds
@@ -48,6 +53,27 @@ def next_incarnation(rendezvous: Rendezvous, group: str, rank: int) -> int:
     A store that may end, and begin anew without what it counted, says with ``born`` where to count from.
     """
     return int(getattr(rendezvous, "born", 0)) + rendezvous.add(f"{group}/incarnation/{rank}", 1)
+
+
+def note_place(rendezvous: Rendezvous, group: str, rank: int) -> None:
+    """Say who has this rank, where processes have numbers of a world, and warn if it was another one; blocks.
+
+    Two expert-parallel groups of one world that share a name share their ranks' keys.
+    """
+    place, where = getattr(rendezvous, "place", ""), f"{group}/place/{rank}"
+    if not place:
+        return
+    before = rendezvous.get(where)
+    if before and before != place.encode():
+        logger.warning(
+            "rank %d of group %r was the process with %s, and is the one with %s now. If both run, two groups share "
+            "one name, and will not find their peers: open each with a group= of its own",
+            rank,
+            group,
+            one_line(before.decode(errors="replace")),
+            place,
+        )
+    rendezvous.set(where, place.encode())
 
 
 def derive_key(secret: bytes, group: str) -> bytes:
@@ -120,6 +146,7 @@ async def join(
                     f"the rendezvous {rendezvous.url} counts {incarnation} starts of rank {rank}: something else "
                     "wrote there; use another group or another rendezvous"
                 )
+            await loop.run_in_executor(pool, note_place, rendezvous, group, rank)
             doing = "read the job's key"
             pause = _FASTEST
             while True:

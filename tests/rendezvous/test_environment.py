@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from eplb_async.errors import HandshakeError
-from eplb_async.rendezvous import EnvRendezvous, Launch, TcpRendezvous, job_key, next_incarnation, resolve
+from eplb_async.rendezvous import EnvRendezvous, Launch, TcpRendezvous, job_key, join, next_incarnation, resolve
 
 SECRET = b"0123456789abcdef"
 VARIABLES = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -125,6 +125,20 @@ def test_runs_on_one_store_do_not_meet(agent: Launch) -> None:
     assert other.get("k") is None
     one.close()
     other.close()
+
+
+@pytest.mark.asyncio
+async def test_two_groups_of_one_world_that_share_a_name_are_told(
+    agent: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their ranks have the same numbers: ``group=`` has to tell them apart. A rank that starts again is no other."""
+    for rank, group in ((0, "a"), (0, "a"), (2, "b"), (2, "a")):
+        rendezvous = opened(replace(agent, rank=rank, world_size=4), SECRET)
+        caplog.clear()
+        await join(rendezvous, group=group, rank=0, secret=SECRET, timeout=20)
+        rendezvous.close()
+    assert "rank 0 of group 'a' was the process with RANK=0, and is the one with RANK=2 now" in caplog.text
+    assert len(caplog.records) == 1
 
 
 # ---------------------------------------------------------------------------------- beside torch itself
