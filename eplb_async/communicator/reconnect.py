@@ -206,7 +206,7 @@ class Reconnector:
         if self._driver.protocol.phase is Phase.IN_DOUBT:
             text += f"; this rank is in doubt: {self._driver.last_error}"
         rendezvous = self._meetings.rendezvous
-        if rank == 0 and rendezvous is not None and rendezvous.url.startswith("tcp://"):
+        if rank == 0 and rendezvous is not None and not getattr(rendezvous, "lasting", True):
             text += (
                 f"\nrank 0 hosted the rendezvous {rendezvous.url}, which ended with it: rank 0 hosts it anew when it "
                 "opens again at that address"

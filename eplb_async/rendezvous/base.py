@@ -16,6 +16,9 @@ class Rendezvous(Protocol):
         url: How messages name it, e.g. ``"tcp://10.0.0.1:29500"``.
         trusted: Only members of this job can read and write it, so that a job key may be kept in it when no
             ``EPLB_ASYNC_SECRET`` is set.
+
+    An implementation may have ``lasting = False``: it ends with a rank, so that nothing is taken back there as another
+    one closes, and it may be made anew, with another job's key, while ranks open.
     """
 
     url: str
