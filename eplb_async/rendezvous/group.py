@@ -124,10 +124,9 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 
 def _out_of_step(group: ProcessGroup, timeout: float, trouble: str) -> str:
     return (
-        f"rank {group.rank()} of {group.size()} could not gather over the {_name(group)} ({timeout:.3g} s were allowed): "
-        f"{trouble}. "
-        "A collective cannot say who is missing: did every rank of the group open at this moment, and do all live? "
-        "The group is out of step now: make a new one for the next attempt"
+        f"rank {group.rank()} of {group.size()} could not gather over the {_name(group)} ({timeout:.3g} s were "
+        f"allowed): {trouble}. A collective cannot say who is missing: did every rank of the group open at this "
+        "moment, and do all live? The group is out of step now: make a new one for the next attempt"
     )
 
 

@@ -39,9 +39,7 @@ def test_a_rank_that_does_not_call_is_bounded_by_the_deadline() -> None:
             over.wait(20)
             return None
         started = time.monotonic()
-        with pytest.raises(
-            HandshakeError, match=r"3 could not gather .*0\.3 s were allowed.*cannot say who.*make a new one"
-        ):
+        with pytest.raises(HandshakeError, match=r"3 could not gather .*0\.3 s .*cannot say who.*make a new one"):
             gather(group, b"x", timeout=0.3)
         over.set()
         return time.monotonic() - started
