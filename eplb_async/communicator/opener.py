@@ -161,7 +161,7 @@ class Opener:
 
         while True:
             await asyncio.sleep(_KEY_SECONDS)
-            with contextlib.suppress(HandshakeError):  # the meeting says it, too
+            with contextlib.suppress(Exception):  # whatever a Rendezvous raises: the meeting says it, too
                 if await apart(engine.loop, is_other, name="eplb-key", executor=inline):
                     return
 
