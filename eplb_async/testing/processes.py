@@ -45,6 +45,8 @@ class Spec:
         telemetry: Module whose ``hook(rank)`` gives each rank's telemetry hook; empty: none.
         variables: Environment variables of each rank's process; ``{rank}`` in a value stands for its rank.
         logs: Directory for what each rank prints, ``rank<n>.log``; empty: with what the parent prints.
+        entries: What each rank's process calls before all else, as to enter a network namespace; picklable. Empty: nothing.
+        nodes: Label of each rank's host; empty: the boot id, as by default.
     """
 
     placement: Placement
@@ -58,6 +60,8 @@ class Spec:
     telemetry: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     logs: str = ""
+    entries: tuple[Callable[[], object], ...] = ()
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,7 @@ class _Rank:
             weights=self.rows.layers,
             placement=placement,
             rendezvous=self.spec.rendezvous,
+            node=self.spec.nodes[self.rank] if self.spec.nodes else None,
             settings=Settings(**self.spec.settings),
             timeout=self.spec.timeout,
             telemetry=importlib.import_module(self.spec.telemetry).hook(self.rank) if self.spec.telemetry else None,
@@ -373,6 +378,8 @@ def _stands_still(pid: int) -> bool:
 
 
 def _main(rank: int, spec: Spec, pipe: Connection) -> None:
+    if spec.entries:
+        spec.entries[rank]()
     if spec.logs:
         log = os.open(os.path.join(spec.logs, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 2)
