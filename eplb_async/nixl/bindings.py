@@ -44,9 +44,11 @@ def load() -> tuple[ModuleType, ModuleType]:
     """
     global _modules
     if _modules is None:
-        # NIXL logs INFO to stdout, and UCX can leak registrations it keeps for later; both read this once.
+        # NIXL logs INFO to stdout, UCX can leak registrations it keeps for later, and over tcp it waits inside of a call
+        # for a host that does not answer, two minutes at worst (N-54). Each is read once.
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+        os.environ.setdefault("UCX_TCP_CONN_NB", "y")
         tried = []
         for variant in _VARIANTS:
             try:

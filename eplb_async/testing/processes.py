@@ -45,7 +45,8 @@ class Spec:
         telemetry: Module whose ``hook(rank)`` gives each rank's telemetry hook; empty: none.
         variables: Environment variables of each rank's process; ``{rank}`` in a value stands for its rank.
         logs: Directory for what each rank prints, ``rank<n>.log``; empty: with what the parent prints.
-        entries: What each rank's process calls before all else, as to enter a network namespace; picklable. Empty: nothing.
+        entries: What each rank's process calls before all else, as to enter a network namespace; picklable.
+            Empty: nothing.
         nodes: Label of each rank's host; empty: the boot id, as by default.
     """
 

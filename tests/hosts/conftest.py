@@ -53,7 +53,7 @@ def begin() -> Iterator[Begin]:
             environments = list(environments) * size if len(environments) == 1 else environments
             whole = Spec(
                 placement=placement,
-                rendezvous=f"tcp://{network.hosts[0].address()}:{PORT}",
+                rendezvous=spec.pop("rendezvous", f"tcp://{network.hosts[0].address()}:{PORT}"),
                 transport="tcp",
                 entries=tuple(host.entry(**more) for host, more in zip(network.hosts, environments, strict=True)),
                 nodes=tuple(host.node for host in network.hosts),

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
@@ -65,7 +66,8 @@ def carry(ends: tuple[int, int], control: int) -> None:
         now = time.monotonic()
         for end in ends:
             if end in readable:
-                _take(end, lambda frame, to=other[end]: under_way.append((now + delay, to, frame)), loss, chance)
+                late = now + delay
+                under_way.extend((late, other[end], frame) for frame in _taken(end) if chance.random() >= loss)
         while under_way and under_way[0][0] <= time.monotonic():
             _, end, frame = under_way.popleft()
             try:
@@ -74,14 +76,12 @@ def carry(ends: tuple[int, int], control: int) -> None:
                 pass
 
 
-def _take(end: int, put: object, loss: float, chance: random.Random) -> None:
+def _taken(end: int) -> Iterator[bytes]:
     for _ in range(64):
         try:
-            frame = os.read(end, _FRAME)
+            yield os.read(end, _FRAME)
         except BlockingIOError:
             return
-        if chance.random() >= loss:
-            put(frame)  # type: ignore[operator]
 
 
 def _tap(namespace: str, device: str) -> int:
