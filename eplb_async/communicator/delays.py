@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.driver import Driver
 from eplb_async.core.events import Phase
+from eplb_async.core.protocol import Protocol
 from eplb_async.errors import ActivationTimeout, MigrationInDoubt, MigrationTimeout
 
 
@@ -60,9 +61,7 @@ class Delays:
         """Why this rank gives an attempt up at its deadline: how far it came, and what it waits for."""
         protocol, users = self._driver.protocol, self._driver.users
         waiting = f", waiting for ranks {sorted(protocol.waiting_for)}" if protocol.waiting_for else ""
-        if not protocol.has_majority:
-            lost = sorted(protocol.gone & protocol.members)
-            waiting += f", and without ranks {lost} there is no majority: say which are dead with exclude()"
+        waiting += _no_majority(protocol)
         if attempt.run is not None and attempt.run.waiting:
             waiting += f", waiting for {attempt.run.waiting} of this rank"
         if users is not None and (in_use := users.waiting):
@@ -86,6 +85,7 @@ class Delays:
                 reason=driver.last_error,
             )
         why = f"timed out after {timeout:g} s: an earlier migration or a view change had not settled"
+        why += _no_majority(driver.protocol)
         if steps is not None and (due := steps.waiting):
             waits = ", ".join(f"layer {layer} for step {at}" for layer, at in due.items())
             why += f" ({waits} waits; least far are ranks {list(driver.strides.behind())})"
@@ -103,6 +103,13 @@ def not_applied(in_use: Mapping[int, int], due: range) -> list[str]:
     """
     users = [f": {count} users of layer {layer} had not left" for layer, count in in_use.items()]
     return [f"layer {layer}, committed and not applied{''.join(users)}" for layer in due]
+
+
+def _no_majority(protocol: Protocol) -> str:
+    if protocol.has_majority:
+        return ""
+    lost = sorted(protocol.gone & protocol.members)
+    return f", and without ranks {lost} there is no majority: say which are dead with exclude()"
 
 
 def _waits_for_users(in_use: Mapping[int, int]) -> str:

@@ -177,8 +177,8 @@ class Driver:
         if member is not None and self.degraded.get(member.rank) != _DISCONNECTED:
             self.degraded[member.rank] = _DISCONNECTED
             _log.warning(
-                "rank %d (%s) disconnected; its process died or closed. Next: see its own log; to have it back, start "
-                "it again and await reconnect(%d) on every rank of the view meanwhile",
+                "rank %d (%s) disconnected; its process died or closed, or its host is cut off. Next: see its own log; "
+                "to have it back, start it again and await reconnect(%d) on every rank of the view meanwhile",
                 member.rank,
                 agent,
                 member.rank,

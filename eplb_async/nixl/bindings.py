@@ -16,10 +16,12 @@ import numpy as np
 
 from eplb_async import descriptors
 from eplb_async.errors import EplbError, NixlPeerDisconnected, NixlTransferFailed
+from eplb_async.nixl import environment
 from eplb_async.nixl.native import Descriptors, Extent, Handle, State
 
 _VARIANTS = ("nixl", "nixl_rocm", "rixl")
 _STATES = {"DONE": State.DONE, "PROC": State.PROC}
+_FINDING = ("create", "add", "connect")  # where UCX looks for a way, and may not say which it has not found
 _MOVED_SECONDS = 40e-6  # an empty poll takes about 1 µs, 20 with cold caches; one this long was moving bytes
 _making = threading.Lock()  # what appears while an agent is made is that agent's
 _modules: tuple[ModuleType, ModuleType] | None = None
@@ -44,11 +46,7 @@ def load() -> tuple[ModuleType, ModuleType]:
     """
     global _modules
     if _modules is None:
-        # NIXL logs INFO to stdout, UCX can leak registrations it keeps for later, and over tcp it waits inside of a call
-        # for a host that does not answer, two minutes at worst (N-54). Each is read once.
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
-        os.environ.setdefault("UCX_TCP_CONN_NB", "y")
+        environment.prepare()
         tried = []
         for variant in _VARIANTS:
             try:
@@ -172,7 +170,8 @@ class NixlNative:
             raise NixlPeerDisconnected(str(error), status=type(error).__name__, peer=peer, phase=phase) from error
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
-            raise NixlTransferFailed(str(error), status=type(error).__name__, peer=peer, phase=phase) from error
+            said = f"{error}; {environment.advice()}" if phase in _FINDING else str(error)
+            raise NixlTransferFailed(said, status=type(error).__name__, peer=peer, phase=phase) from error
         finally:
             del function, args  # both hold the agent, and a traceback of ours may be kept past destroy()
             self._note(started, phase)

@@ -196,7 +196,10 @@ class _Meeting:
         if self.failure is not None:
             return _text(self.failure)
         if self._tried is not None:
-            return "it published an introduction but did not answer: dead, stopped, or left from an earlier run"
+            return (
+                "it published an introduction but did not answer: dead, stopped, left from an earlier run, or its UCX "
+                "cannot be reached from here (UCX_NET_DEVICES, a firewall)"
+            )
         if self._trouble is not None:
             return f"the rendezvous could not be asked: {_text(self._trouble)}"
         if not self._answered:

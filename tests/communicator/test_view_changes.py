@@ -99,3 +99,22 @@ def test_without_a_majority_the_error_says_so_each_time() -> None:
                 assert "exclude(" in str(error), error
 
     run(main())
+
+
+def test_a_majority_that_is_lost_within_a_view_change_is_said_too() -> None:
+    """I-11: the second rank is lost while a view without the first is being made, as where a link is cut."""
+
+    async def main() -> None:
+        old, new = Placement([[0, 1, 2]] * 3, ep_size=3), Placement([[1, 2, 0]] * 3, ep_size=3)
+        async with LocalCluster(old) as cluster:
+            cluster.stop(2)
+            cluster.kill(1)
+            (error,) = await cluster.migrate(new, ranks=(0,), timeout=5.0)
+            assert isinstance(error, MigrationAborted)
+            cluster.kill(2)
+            for _ in range(2):
+                (error,) = await cluster.migrate(new, ranks=(0,), timeout=5.0)
+                assert isinstance(error, MigrationAborted)
+                assert "without ranks [1, 2] there is no majority" in str(error), error
+
+    run(main())
