@@ -14,9 +14,9 @@ _FABRIC = Path("/sys/class/infiniband")
 
 
 def prepare() -> None:
-    """Set what the user has not: NIXL logs INFO to stdout, UCX can leak registrations that it keeps for later, and over
-    tcp it waits inside of a call for a host that does not answer, two minutes at worst (N-54).
-    """  # noqa: D205
+    """Set what the user has not; call it before NIXL is imported."""
+    # NIXL logs INFO to stdout, UCX can leak registrations that it keeps for later, and over tcp it waits inside of a
+    # call for a host that does not answer, two minutes at worst (N-54).
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     if _may_use_tcp():

@@ -195,3 +195,23 @@ def test_a_new_agent_does_not_wait_for_a_host_that_is_cut_off(begin: Begin) -> N
     healths = ranks.all("health")
     assert sum(health["recycled"] for health in healths) >= 1
     assert [health["members"] for health in healths] == [(0, 1, 2)] * 3
+
+
+def test_with_the_rendezvous_cut_off_too_every_call_ends(begin: Begin) -> None:
+    """Rank 0 hosts it: the others go on, cannot have it back, and are told so; all close in their time."""
+    site = begin(OLD, settings=SETTINGS)
+    ranks, others = site.ranks, [1, 2]
+    site.hosts[0].cut()
+    ranks.all("exclude", 0, ranks=others)
+    ranks.all("members", *others, ranks=others)
+    migrate(ranks, without(NEW, 0), others)
+    for rank in others:
+        ranks.send(rank, "reconnect", 0, 2.0)
+    for rank in others:
+        answer = ranks.receive(rank, 20.0)
+        assert isinstance(answer, Failure)
+        assert answer.kind == "HandshakeError"
+        assert "rank 0 is not back within 2 s" in answer.text
+    for rank in ALL:
+        ranks.send(rank, "close")
+    assert not any(isinstance(ranks.receive(rank, 20.0), Failure) for rank in ALL)
