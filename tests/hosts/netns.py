@@ -28,6 +28,8 @@ _NAMES = Path("/run/netns")
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 1 << 19, 2
 _NOBODY = "02:00:00:00:ff:ff"
+_TCP = {"tcp_rto_max_ms": 1000, "tcp_retries2": 60, "tcp_syn_retries": 60}
+"""What was cut comes back within a second, else as late again as the cut took, and is not given up for a minute."""
 _count = 0
 
 
@@ -66,8 +68,9 @@ class Entry:
         _checked(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
         libc.umount2(b"/sys", _MNT_DETACH)
         _checked(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None), "mount /sys")
-        with contextlib.suppress(OSError):  # Linux before 6.15: what was cut comes back as late again as the cut took
-            Path("/proc/sys/net/ipv4/tcp_rto_max_ms").write_text("1000")
+        for name, value in _TCP.items():
+            with contextlib.suppress(OSError):  # Linux before 6.15 has no tcp_rto_max_ms
+                Path("/proc/sys/net/ipv4", name).write_text(str(value))
 
 
 class Host:
