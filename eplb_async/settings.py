@@ -11,6 +11,8 @@ from eplb_async._types import Hidden
 
 _PREFIX = "EPLB_ASYNC_"
 SERVICE_PREFIX = "EPLB_ASYNC_SERVICE_"
+VLLM_SWITCH = "EPLB_ASYNC_VLLM"
+"""Whether vLLM is given our communicator; no setting, but read by :mod:`eplb_async.integrations.vllm`."""
 _MIB = 1 << 20
 _YEAR = 365 * 86_400
 
@@ -192,6 +194,8 @@ def from_variables(
     values = {}
     for variable, text in (os.environ if environ is None else environ).items():
         if not variable.startswith(prefix) or (besides is not None and variable.startswith(besides)):
+            continue
+        if variable == VLLM_SWITCH:
             continue
         name = variable.removeprefix(prefix).lower()
         if name not in defaults:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "spell_bytes"]
+from collections.abc import Sequence
+
+__all__ = ["counted", "spell_bytes", "spell_ranks"]
 
 
 def counted(number: int, noun: str) -> str:
@@ -17,3 +19,10 @@ def spell_bytes(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB" if number < 999.5 else f"{number:.0f} TB"
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """``"rank 2"``, ``"ranks 0, 2"``, ``"no rank"``."""
+    if not ranks:
+        return "no rank"
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

@@ -1,0 +1,382 @@
+"""``AsyncNixlEplbCommunicator``: what vLLM's ``NixlEplbCommunicator`` is asked to do, done by this library's agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from eplb_async.errors import (
+    CommunicatorBusy,
+    CommunicatorClosed,
+    NixlTransferFailed,
+    NixlTransferTimeout,
+    WeightsError,
+    describe,
+)
+from eplb_async.integrations.vllm.messages import DIGEST_SIZE, Cause
+from eplb_async.integrations.vllm.opening import open_group
+from eplb_async.integrations.vllm.posts import Post, interleaved, read_all
+from eplb_async.integrations.vllm.streams import wait_for_streams
+from eplb_async.integrations.vllm.tensors import Fetch, Tensors, blocks_of
+from eplb_async.nixl.agent import real
+from eplb_async.nixl.blocks import chunks
+from eplb_async.nixl.endpoint import NativeFactory
+from eplb_async.nixl.transfer import Origin
+from eplb_async.service.waiting import run_on
+from eplb_async.settings import Settings, seconds
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["AsyncNixlEplbCommunicator"]
+
+_log = logging.getLogger("eplb_async.vllm")
+_ARRIVAL_SECONDS = 1800.0
+_NO_LAYER = -1
+
+
+class AsyncNixlEplbCommunicator:
+    """Moves expert rows between the ranks of vLLM's expert load balancer: its ``EplbCommunicator``, interface and all.
+
+    Made on all ranks at once. Then, for each layer or batch, on every rank: :meth:`set_transfer_context`,
+    :meth:`add_recv` for each expert to receive, :meth:`execute`. One thread at a time may use it; which one may change.
+
+    Every failure is a `NixlTransferFailed`, on every rank: `NixlTransferTimeout` where a rank did not come or a READ
+    did not end in time, `NixlPeerDisconnected` where a rank is gone. After one, the next call works again where all
+    ranks are still there. With a rank gone every call fails at once, naming it.
+
+    Args:
+        cpu_group: Process group of the ranks, with a CPU backend. It is trusted as it is: a fresh key travels through
+            it, and is what later messages are authenticated with. Used by the constructor only.
+        all_expert_weights: For each layer its tensors ``[num_local_experts, ...]``, on the CPU or one CUDA device. Each
+            expert's row is one dense block, in whatever order of its dimensions. They must stay where they are.
+        expert_buffer: For each of a layer's tensors one of like rows, into which experts are received.
+        settings: Limits and pace; default from ``EPLB_ASYNC_*`` variables.
+        timeout: Seconds for each ``execute``; default ``settings.read_timeout``.
+        arrival_timeout: Seconds until the last rank must have come to the constructor.
+        native: Makes the native agent. For tests.
+
+    Raises:
+        HandshakeError: On every rank: a tensor cannot be moved, NIXL is missing, or the ranks' tensors differ, on some
+            rank; names rank and reason.
+        ValueError: A setting is wrong, on this rank.
+    """
+
+    def __init__(
+        self,
+        cpu_group: ProcessGroup,
+        all_expert_weights: Sequence[Iterable[torch.Tensor]],
+        expert_buffer: Sequence[torch.Tensor],
+        *,
+        settings: Settings | None = None,
+        timeout: float | None = None,
+        arrival_timeout: float = _ARRIVAL_SECONDS,
+        native: NativeFactory = real,
+    ) -> None:
+        settings = settings or Settings.from_env()
+        self._timeout = seconds(timeout, settings.read_timeout)
+        self._settings = settings
+        self._busy = threading.Lock()
+        self._stream: Any = None
+        self._layer: int | None = None
+        self._old: np.ndarray = np.empty(0, dtype=np.int64)
+        self._digest = bytes(DIGEST_SIZE)
+        self._rows: dict[int, dict[int, int]] = {}
+        self._fetches: dict[int, Fetch] = {}
+        self._tainted: dict[int, int] = {}
+        _register()
+        self._group, self._tensors = open_group(
+            cpu_group,
+            lambda: Tensors(all_expert_weights, expert_buffer),
+            settings,
+            native=native,
+            arrival=arrival_timeout,
+        )
+        _log.info(
+            "%r: %d layers, %d experts a rank, agent %s",
+            self,
+            self._tensors.weights.num_layers,
+            self._tensors.num_local_experts,
+            self._group.endpoint.name,
+        )
+
+    @property
+    def needs_profile_buffer_reservation(self) -> bool:
+        """False: nothing has to be reserved by a collective in vLLM's profile run."""
+        return False
+
+    def set_stream(self, stream: Any) -> None:
+        """The stream that this rank's copies are queued on, beside the current one; ``None`` for no other."""
+        self._stream = stream
+
+    def set_transfer_context(self, old_indices: np.ndarray, layer_idx: int) -> None:
+        """Say what is moved next.
+
+        Args:
+            old_indices: Where the experts are: logical expert of each physical slot ``[>= num_ranks *
+                num_local_experts]``, -1 for none; what is longer is not looked at. Where a rank holds an expert more
+                than once, its last row is read.
+            layer_idx: The layer.
+
+        Raises:
+            NixlTransferFailed: It is no such layer, or these are no such indices, or the last context was not executed.
+        """
+        with self._using("set_transfer_context"):
+            if self._layer is not None and self._fetches:
+                self._refuse(f"layer {self._layer} was given experts to receive, but never executed")
+            count = self._group.size * self._tensors.num_local_experts
+            old = np.asarray(old_indices)
+            if old.ndim != 1 or old.dtype.kind not in "iu" or len(old) < count:
+                self._refuse(f"old_indices must be {count} or more whole numbers, not {old.dtype} {list(old.shape)}")
+            if not 0 <= layer_idx < self._tensors.weights.num_layers:
+                self._refuse(f"there is no layer {layer_idx}, only {self._tensors.weights.num_layers} of them")
+            self._old = np.array(old[:count], dtype=np.int64).reshape(self._group.size, -1)
+            self._layer = int(layer_idx)
+            self._digest = blake2b(self._old.tobytes(), digest_size=DIGEST_SIZE).digest()
+            self._rows.clear()
+
+    def add_send(self, tensors: Sequence[torch.Tensor], dst_rank: int, expert_id: int) -> None:
+        """Nothing is sent: whoever needs rows reads them. It is checked that these are the rows that will be read.
+
+        Args:
+            tensors: A row of each of the layer's tensors.
+            dst_rank: Who will read them.
+            expert_id: The logical expert.
+
+        Raises:
+            NixlTransferFailed: They are not where they were registered.
+        """
+        with self._using("add_send"):
+            held = self._old[self._group.rank] if self._layer is not None else ()
+            address = tensors[0].data_ptr() if tensors else 0
+            for row in np.flatnonzero(np.asarray(held) == expert_id).tolist():
+                place = self._tensors.layout.layers[self._layer or 0][0]
+                if address == place.address + row * place.spec.row_stride:
+                    return
+            self._check_moved()
+
+    def add_recv(self, tensors: Sequence[torch.Tensor], src_rank: int, expert_id: int) -> None:
+        """Have an expert received by :meth:`execute`.
+
+        Where a READ that failed may still write into this row, it waits for that to end.
+
+        Args:
+            tensors: A row of each tensor of ``expert_buffer``, the same row of all.
+            src_rank: Whom to read from.
+            expert_id: The logical expert.
+
+        Raises:
+            NixlTransferFailed: There is no context, that rank does not hold the expert, or these are no such rows.
+            NixlTransferTimeout: The row is still leased; names row and peer.
+        """
+        with self._using("add_recv"):
+            if self._layer is None:
+                self._refuse("add_recv() before set_transfer_context()")
+            if src_rank == self._group.rank or not 0 <= src_rank < self._group.size:
+                self._refuse(f"rank {src_rank} cannot be read from by rank {self._group.rank} of {self._group.size}")
+            source_row = self._held(src_rank).get(int(expert_id))
+            if source_row is None:
+                self._refuse(f"rank {src_rank} does not hold expert {expert_id} by old_indices")
+            try:
+                row = self._tensors.row_of(tensors)
+            except WeightsError as error:
+                self._refuse(str(error), error)
+            if row in self._fetches:
+                self._refuse(f"row {row} of expert_buffer is to receive two experts")
+            if row in self._tainted:
+                self._await_lease(row)
+            self._fetches[row] = Fetch(int(src_rank), int(expert_id), source_row, row)
+
+    def execute(self) -> None:
+        """Receive what was added, and return when every rank has: then rows and buffers may be written again.
+
+        On every rank the same number of times, also where nothing is to be received. It ends within the timeout.
+        Interrupted: the others are told, and fail.
+
+        Raises:
+            NixlTransferFailed: It failed, on this or another rank; nothing that was received may be used.
+            NixlTransferTimeout: A rank did not come, or a READ did not end.
+            NixlPeerDisconnected: A rank is gone.
+            CommunicatorBusy: Another thread is in it.
+        """
+        with self._using("execute"):
+            deadline = time.monotonic() + self._timeout
+            layer = _NO_LAYER if self._layer is None else self._layer
+            fetches, digest = self._fetches, self._digest
+            try:
+                wait_for_streams(self._tensors.device, self._stream, deadline=deadline)
+                self._check_moved()
+                self._check_tainted()
+                self._run(layer, digest, fetches, deadline)
+            except NixlTransferTimeout as error:
+                if error.phase == "make":
+                    self._tell(str(error), Cause.TIMEOUT)
+                raise
+            finally:
+                self._clear()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave, drain, and end the engine thread. Idempotent. vLLM does not call it; the last reference does.
+
+        Args:
+            timeout: Seconds for the other ranks to hear of the last round's end; default ``settings.close_timeout``.
+        """
+        limit, group = seconds(timeout, self._settings.close_timeout), self._group
+        with contextlib.suppress(CommunicatorClosed):
+            run_on(group.engine.loop, lambda: group.fence.close(limit), what="close", limit=limit)
+        if not group.engine.stop():
+            _log.error("the engine thread of %r did not end; see where it is stuck", self)
+
+    def _run(self, layer: int, digest: bytes, fetches: dict[int, Fetch], deadline: float) -> None:
+        group = self._group
+        posts = self._posts(layer, fetches)
+        left = max(0.0, deadline - time.monotonic())
+
+        async def call() -> None:
+            until = group.engine.loop.time() + left
+            await group.fence.run(
+                layer,
+                digest,
+                lambda: read_all(group.endpoint, posts, group.fence.peers, deadline=until),
+                deadline=until,
+                patience=self._timeout,
+            )
+
+        try:
+            run_on(group.engine.loop, call, what="execute", limit=left)
+        except CommunicatorClosed as error:
+            raise NixlTransferFailed(f"rank {group.rank}: {error}", layer=layer, phase="fence") from error
+        except BaseException as error:
+            self._tainted.update({row: fetch.source for row, fetch in fetches.items() if self._is_leased(row)})
+            if isinstance(error, TimeoutError) and not isinstance(error, NixlTransferTimeout):
+                raise NixlTransferTimeout(f"rank {group.rank}: {error}", layer=layer, phase="fence") from error
+            raise
+
+    def _posts(self, layer: int, fetches: dict[int, Fetch]) -> list[Post]:
+        by_source: dict[int, list[Fetch]] = {}
+        for fetch in fetches.values():
+            by_source.setdefault(fetch.source, []).append(fetch)
+        size, rank = self._group.size, self._group.rank
+        lists = []
+        for source in sorted(by_source, key=lambda other: (other - rank) % size):
+            wanted = by_source[source]
+            origin = Origin(source, layer, tuple(sorted(fetch.expert for fetch in wanted)))
+            pieces = blocks_of(wanted, layer, self._tensors, self._group.layouts[source])
+            lists.append([Post(p, origin) for blocks in pieces for p in chunks(blocks, self._settings)])
+        return interleaved(lists)
+
+    def _held(self, rank: int) -> dict[int, int]:
+        """Row of each expert that a rank holds."""
+        if rank not in self._rows:
+            row_of = {int(expert): row for row, expert in enumerate(self._old[rank].tolist()) if expert != -1}
+            self._rows[rank] = row_of
+        return self._rows[rank]
+
+    def _check_moved(self) -> None:
+        if self._layer is None:
+            return
+        try:
+            self._tensors.check_place(self._layer)
+        except WeightsError as error:
+            self._refuse(str(error), error)
+
+    def _check_tainted(self) -> None:
+        """Rows that a READ of a failed call wrote later than that call, and that are not received anew: not to be used.
+
+        vLLM copies local experts into the buffer before it says anything, so a late READ may have overwritten one.
+        """
+        late = sorted(set(self._tainted) - set(self._fetches))
+        if not late:
+            return
+        for row in late:
+            self._await_lease(row)
+        self._tainted.clear()
+        self._refuse(
+            f"READs of a call that had failed ended after it, and wrote rows {late} of expert_buffer; what was copied "
+            "there meanwhile may be lost. They are over now: move the layer again"
+        )
+
+    def _await_lease(self, row: int) -> None:
+        """Wait until no READ may write a row any more."""
+        group, intervals = self._group, self._tensors.intervals(row)
+
+        async def released() -> bool:
+            return await group.endpoint.released(intervals, self._timeout)
+
+        if not self._call(released):
+            source = self._tainted[row]
+            what = f"a READ from rank {source} may still write into row {row} of expert_buffer, {self._timeout:g} s on"
+            self._tell(what, Cause.TIMEOUT)
+            self._clear()
+            raise NixlTransferTimeout(what, rank=source, layer=self._layer, phase="make")
+        self._tainted.pop(row, None)
+
+    def _is_leased(self, row: int) -> bool:
+        group, intervals = self._group, self._tensors.intervals(row)
+
+        async def leased() -> bool:
+            return group.endpoint.leases.holder(intervals) is not None
+
+        try:
+            return self._call(leased)
+        except (CommunicatorClosed, TimeoutError):
+            return True
+
+    def _call(self, call: Any) -> bool:
+        return bool(run_on(self._group.engine.loop, call, what="execute", limit=self._timeout))
+
+    def _refuse(self, detail: str, cause: Exception | None = None) -> NoReturn:
+        """Fail this rank's call before it has begun, on all ranks."""
+        layer = self._layer
+        self._tell(detail if cause is None else describe(cause), Cause.FAILED)
+        self._clear()
+        raise NixlTransferFailed(detail, rank=self._group.rank, layer=layer, phase="make") from cause
+
+    def _tell(self, text: str, cause: Cause) -> None:
+        with contextlib.suppress(CommunicatorClosed):
+            self._group.engine.post(lambda: self._group.fence.refuse(text, cause))
+
+    def _clear(self) -> None:
+        self._layer = None
+        self._fetches = {}
+        self._digest = bytes(DIGEST_SIZE)
+        self._rows.clear()
+
+    @contextlib.contextmanager
+    def _using(self, what: str) -> Iterator[None]:
+        self._group.engine.check_process()
+        if not self._busy.acquire(blocking=False):
+            raise CommunicatorBusy(f"{what}() while another thread uses this communicator; one at a time")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def __del__(self) -> None:
+        group = getattr(self, "_group", None)
+        if group is not None:
+            with contextlib.suppress(Exception):
+                group.engine.request_stop()
+
+    def __repr__(self) -> str:
+        group = getattr(self, "_group", None)
+        where = "" if group is None else f" rank {group.rank} of {group.size}"
+        return f"<{type(self).__name__}{where}>"
+
+
+def _register() -> None:
+    """Where vLLM's interface is loaded, be one of its implementations."""
+    module = sys.modules.get("vllm.distributed.eplb.eplb_communicator")
+    interface = getattr(module, "EplbCommunicator", None)
+    register = getattr(interface, "register", None)
+    if callable(register):
+        register(AsyncNixlEplbCommunicator)

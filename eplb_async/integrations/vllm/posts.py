@@ -1,0 +1,90 @@
+"""The READs of one call: few posts for each source, a bounded number in flight, at the end all over or quarantined."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from eplb_async.errors import NixlTransferFailed
+from eplb_async.nixl.blocks import Blocks
+from eplb_async.nixl.endpoint import Endpoint, Peer
+from eplb_async.nixl.transfer import Origin, Transfer
+
+__all__ = ["Post", "interleaved", "read_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """One READ to post.
+
+    Attributes:
+        blocks: What it moves.
+        origin: Rank, layer and experts, for errors.
+    """
+
+    blocks: Blocks
+    origin: Origin
+
+
+def interleaved(by_source: Iterable[Sequence[Post]]) -> list[Post]:
+    """Posts of several sources, one of each in turn."""
+    return [post for turn in itertools.zip_longest(*by_source) for post in turn if post is not None]
+
+
+async def read_all(endpoint: Endpoint, posts: Sequence[Post], peers: Mapping[int, Peer], *, deadline: float) -> None:
+    """Post them in order, as far as the limits of the settings let them out, and wait for their end.
+
+    Cancelled or failed: those that have not ended are in quarantine, and their memory stays leased (I-3, I-5).
+
+    Raises:
+        NixlTransferFailed: One failed; the others that did are in its ``failures``.
+    """
+    loop = asyncio.get_running_loop()
+    sent: list[Transfer] = []
+    try:
+        for post in posts:
+            peer = peers[post.origin.rank if post.origin.rank is not None else -1]
+            await _room(endpoint, sent, peer.name, post.blocks.nbytes)
+            sent.append(
+                endpoint.post(
+                    post.blocks.local,
+                    post.blocks.remote,
+                    peer,
+                    timeout=max(0.0, deadline - loop.time()),
+                    local_memory=post.blocks.local_memory,
+                    remote_memory=post.blocks.remote_memory,
+                    origin=post.origin,
+                )
+            )
+            await asyncio.sleep(0)  # a post can do the whole copy: messages are heard in between
+        for transfer in sent:
+            await transfer.future
+    except BaseException as error:
+        for transfer in sent:
+            endpoint.abandon(transfer)
+        if isinstance(error, NixlTransferFailed):
+            error.failures = tuple(t.error for t in sent if t.error is not None and t.error is not error)
+        raise
+
+
+async def _room(endpoint: Endpoint, sent: Sequence[Transfer], peer: str, nbytes: int) -> None:
+    """Wait until one more may be in flight.
+
+    Raises:
+        NixlTransferFailed: One that was posted has failed.
+    """
+    limits = endpoint.settings
+    while True:
+        for transfer in sent:
+            if transfer.error is not None:
+                raise transfer.error
+        pending = [transfer for transfer in sent if not transfer.future.done()]
+        if not pending or (
+            len(pending) < limits.max_requests_in_flight
+            and sum(transfer.peer == peer for transfer in pending) < limits.max_peer_requests_in_flight
+            and sum(transfer.nbytes for transfer in pending) + nbytes <= limits.max_bytes_in_flight
+        ):
+            return
+        await asyncio.wait([transfer.future for transfer in pending], return_when=asyncio.FIRST_COMPLETED)
