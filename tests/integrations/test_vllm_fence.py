@@ -1,4 +1,4 @@
-"""The fence of the vLLM drop-in, alone: messages lost, doubled, late and in any order; calls that fail and come again."""
+"""The fence of the vLLM drop-in, alone: messages lost, doubled, late, out of order; calls that fail and come again."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _HEADER = struct.Struct("!4sBBBHiQQi16s")
 
 
 class Kind(IntEnum):
-    """What a message says: JOIN, DONE, FAIL, SEEN to the coordinator, BEGIN, END, WAIT, PING from it, LEAVE from all."""
+    """What a message says: JOIN, DONE, FAIL, SEEN to the coordinator, BEGIN, END, WAIT, PING from it; LEAVE by all."""
 
     JOIN = 0
     """My rows may be read: this is my call, its layer and the digest of its indices."""
