@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import threading
 import time
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from eplb_async.core.placement import Placement
-from eplb_async.integrations.vllm import AsyncNixlEplbCommunicator
+from eplb_async.integrations.vllm import AsyncNixlEplbCommunicator, install
 from eplb_async.settings import Settings
 from eplb_async.testing.patterns import PatternWeights
+from tests.integrations.vllm_files import use
 
 MODULE = __name__
 
@@ -134,3 +136,71 @@ async def drop(_: object) -> list[str]:
     while (left := [t.name for t in threading.enumerate() if "vllm" in t.name]) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     return left
+
+
+# ------------------------------------------------------------------ vLLM's own rearrangement, see ``vllm_files``
+async def use_vllm(_: object, folder: str) -> tuple[bool, bool]:
+    """Load vLLM's files and install ours as its entry point does; whether vLLM has our class, and knows its kind."""
+
+    def work() -> tuple[bool, bool]:
+        use(folder)
+        installed = install() and install()
+        module = importlib.import_module("vllm.distributed.eplb.eplb_communicator")
+        return installed, issubclass(module.NixlEplbCommunicator, module.EplbCommunicator)
+
+    return await asyncio.to_thread(work)
+
+
+async def make_vllms(_: object, whose: str, timeout: float) -> str:
+    """Make the communicator: ours through vLLM's factory's class, or vLLM's own, told that memory is on the CPU."""
+
+    def work() -> str:
+        module = importlib.import_module("vllm.distributed.eplb.eplb_communicator")
+        gather = dict(cpu_group=State.group, all_expert_weights=State.rows.layers, expert_buffer=State.buffer)
+        if whose == "ours":
+            State.comm = module.NixlEplbCommunicator(**gather)
+            State.comm._timeout = timeout
+        else:
+            importlib.reload(module)  # as it was before install()
+            State.comm = module.NixlEplbCommunicator(**gather)
+            State.comm._nixl_memory_type = "DRAM"
+        return type(State.comm).__module__
+
+    return await asyncio.to_thread(work)
+
+
+async def rearrange(_: object, new: Placement, batched: bool = False, together: bool = True) -> float:
+    """``rearrange_expert_weights_inplace``, or layer by layer in batches as the async worker does; seconds it took."""
+    return await asyncio.to_thread(_rearrange, new, batched, together)
+
+
+def _rearrange(new: Placement, batched: bool, together: bool) -> float:
+    execute = importlib.import_module("vllm.distributed.eplb.rebalance_execute")
+    old_ids, new_ids = (torch.from_numpy(np.array(p.physical_to_logical_map)).long() for p in (State.placement, new))
+    if together:
+        dist.barrier()
+    started = time.perf_counter()
+    if not batched:
+        execute.rearrange_expert_weights_inplace(
+            old_ids, new_ids, State.rows.layers, State.buffer, State.group, State.comm
+        )
+    for layer in range(new.num_layers) if batched else ():
+        metadata = execute.transfer_layer(
+            old_layer_indices=old_ids[layer],
+            new_layer_indices=new_ids[layer],
+            expert_weights=State.rows.layers[layer],
+            expert_weights_buffer=State.buffer,
+            ep_group=State.group,
+            communicator=State.comm,
+            layer_idx=layer,
+            enable_migration_batching=True,
+        )
+        execute.move_from_buffer(
+            expert_weights=State.rows.layers[layer],
+            expert_weights_buffers=State.buffer,
+            transfer_metadata=metadata,
+            new_indices=new_ids[layer].numpy(),
+            ep_rank=State.rank,
+        )
+    State.placement = new
+    return time.perf_counter() - started
