@@ -14,11 +14,12 @@ _LABELS = {
     "raw": "raw NIXL, then copy",
     "vllm_way": "the vLLM way",
     "vllm": "vLLM's own class",
+    "vllm_drop_in": "our class for vLLM",
     "gloo": "gloo isend/irecv",
     "copy_twice": "memcpy, twice",
     "copy_once": "memcpy, once",
 }
-_COLOURS = ("#0b6e4f", "#3a7ca5", "#d17b0f", "#8c4843", "#7d5ba6", "#8f8f8f", "#c4c4c4")
+_COLOURS = ("#0b6e4f", "#3a7ca5", "#d17b0f", "#8c4843", "#4f9d69", "#7d5ba6", "#8f8f8f", "#c4c4c4")
 _OTHER = "#c9b458"
 _SCENARIOS_IN_ROW = 4
 

@@ -13,7 +13,7 @@ from eplb_async.core.placement import Placement
 __all__ = ["CONTENDERS", "SCENARIOS", "Scenario", "choose"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
-_RATE = ("ours", "raw", "vllm_way", "vllm", "gloo", "copy_twice", "copy_once", "copies")
+_RATE = ("ours", "raw", "vllm_way", "vllm", "vllm_drop_in", "gloo", "copy_twice", "copy_once", "copies")
 _BLOCKED = ("late", "blocked")
 CONTENDERS = (*_RATE, *_BLOCKED)
 """Names of all contenders."""

@@ -39,11 +39,11 @@ def test_it_prints_one_json_object_and_nothing_else() -> None:
     small = found["scenarios"]["small"]
     verified = {name: each["verified"] for name, each in small["contenders"].items()}
     assert verified == {
-        **dict.fromkeys(("ours", "raw", "vllm_way", "gloo"), True),
+        **dict.fromkeys(("ours", "raw", "vllm_way", "vllm_drop_in", "gloo"), True),
         **dict.fromkeys(("copy_twice", "copy_once", "copies")),
     }
     assert set(small["not_run"]) == {"vllm"}
-    assert set(small["ratios"]) == {"raw", "vllm_way", "gloo", "copy_twice", "copy_once"}
+    assert set(small["ratios"]) == {"raw", "vllm_way", "vllm_drop_in", "gloo", "copy_twice", "copy_once"}
     assert small["contenders"]["ours"]["lag_ms"]["ticks"] > 0
     assert small["contenders"]["ours"]["polls"] > 0
     assert [bar["name"] for bar in found["bars"]] == ["small experts against the vLLM way: times as fast"]

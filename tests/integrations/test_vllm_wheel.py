@@ -72,5 +72,3 @@ def test_it_is_faster_than_vllms_own_class(
     with capsys.disabled():
         print(f"\nvLLM's class / ours, rows {row_bytes}: {statistics.median(ratios):.2f} (all: {ratios})")
     assert statistics.median(ratios) > 1.0
-
-

@@ -156,13 +156,13 @@ async def make_vllms(_: object, whose: str, timeout: float) -> str:
 
     def work() -> str:
         module = importlib.import_module("vllm.distributed.eplb.eplb_communicator")
-        gather = dict(cpu_group=State.group, all_expert_weights=State.rows.layers, expert_buffer=State.buffer)
+        given = {"cpu_group": State.group, "all_expert_weights": State.rows.layers, "expert_buffer": State.buffer}
         if whose == "ours":
-            State.comm = module.NixlEplbCommunicator(**gather)
+            State.comm = module.NixlEplbCommunicator(**given)
             State.comm._timeout = timeout
         else:
             importlib.reload(module)  # as it was before install()
-            State.comm = module.NixlEplbCommunicator(**gather)
+            State.comm = module.NixlEplbCommunicator(**given)
             State.comm._nixl_memory_type = "DRAM"
         return type(State.comm).__module__
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from eplb_async.bench.contenders.base import Spinning, Stopwatch
 from eplb_async.bench.work import Turn, Work
+from eplb_async.integrations.vllm import AsyncNixlEplbCommunicator
 
-__all__ = ["VllmClass"]
+__all__ = ["DropIn", "VllmClass"]
 
 _MODULE = "vllm.distributed.eplb.eplb_communicator"
 _TAKES = {"cpu_group", "all_expert_weights", "expert_buffer"}
@@ -62,6 +63,11 @@ class VllmClass(Spinning):
             work.place(layer, self._buffers)
         return watch.turn()
 
+    async def rest(self) -> None:
+        self.work.group.barrier()
+        del self._communicator
+        gc.collect()  # its agent's thread spins until the last reference is gone
+
     def _layer(self, layer: int) -> None:
         work, communicator = self.work, self._communicator
         old = np.asarray(work.one.physical_to_logical_map[layer])
@@ -71,7 +77,26 @@ class VllmClass(Spinning):
             communicator.add_recv([buffer[number] for buffer in self._buffers], fetch.source, expert)
         communicator.execute()
 
+
+class DropIn(VllmClass):
+    """This library's class for vLLM, driven in the same way; its agent is idle between turns, so that it stays."""
+
+    name = "vllm_drop_in"
+
+    @classmethod
+    def why_not(cls, work: Work) -> str:
+        return ""
+
+    async def open(self) -> None:
+        await Spinning.open(self)
+        self._communicator = AsyncNixlEplbCommunicator(dist.group.WORLD, self.work.rows.layers, self._buffers)
+
+    async def ready(self) -> None:
+        """Nothing: it is there."""
+
     async def rest(self) -> None:
-        self.work.group.barrier()
-        del self._communicator
-        gc.collect()  # its agent's thread spins until the last reference is gone
+        """Nothing: it stays."""
+
+    async def close(self) -> None:
+        self._communicator.close()
+        await super().close()

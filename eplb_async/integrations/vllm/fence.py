@@ -24,6 +24,7 @@ __all__ = ["Fence"]
 
 _log = logging.getLogger("eplb_async.vllm")
 _FIRST = 0  # the lowest rank coordinates
+_MOST_LAPS = 100
 _CAUSES: dict[Cause, type[NixlTransferFailed]] = {
     Cause.FAILED: NixlTransferFailed,
     Cause.TIMEOUT: NixlTransferTimeout,
@@ -91,6 +92,7 @@ class Fence:
             raise CommunicatorClosed("the communicator is closed")
         try:
             with self._endpoint.serving():
+                self._hear()
                 joining = self._member.join(layer, digest)
                 if joining is not None:
                     self._tell(joining)
@@ -160,6 +162,12 @@ class Fence:
                 self._notify(rank, Message(Kind.LEAVE, self._rank))
         if self._ticking is not None:
             self._ticking.cancel()
+
+    def _hear(self) -> None:
+        """Take what has come meanwhile: a call that others have given up must not be mistaken for the next one."""
+        for _ in range(_MOST_LAPS):
+            if not self._endpoint.look():
+                return
 
     async def _read(self, read: Callable[[], Awaitable[None]], layer: int) -> None:
         """Read, until the round ends."""

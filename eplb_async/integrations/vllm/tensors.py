@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ class Tensors:
         buffers = {place.spec.name: tensor for place, tensor in zip(self.places, self.buffer, strict=True)}
         check_apart([*self.weights.layers, buffers])
         self._source = layers
+        self._kinds = [_kind(place, tensor) for place, tensor in zip(self.places, self.buffer, strict=True)]
 
     @property
     def layout(self) -> Layout:
@@ -122,12 +124,12 @@ class Tensors:
         if len(tensors) != len(self.places):
             raise WeightsError(f"{len(tensors)} tensors to receive into; expert_buffer has {len(self.places)}")
         found: set[int] = set()
-        for number, (place, tensor) in enumerate(zip(self.places, tensors, strict=True)):
-            spec = place.spec
-            if not spec.row_bytes:
+        for number, (kind, tensor) in enumerate(zip(self._kinds, tensors, strict=True)):
+            if not kind.row_bytes:
                 continue
-            row, rest = divmod(tensor.data_ptr() - place.address, spec.row_stride)
-            if rest or not 0 <= row < spec.num_rows or not _is_row(tensor, place):
+            row, rest = divmod(tensor.data_ptr() - kind.address, kind.row_stride)
+            alike = tensor.shape == kind.shape and tensor.stride() == kind.strides and tensor.dtype is kind.dtype
+            if rest or not 0 <= row < kind.num_rows or not alike:
                 raise WeightsError(
                     f"tensor {number} to receive into is no row of expert_buffer[{number}]: shape "
                     f"{tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype} at {tensor.data_ptr():#x}"
@@ -213,9 +215,18 @@ def _buffer_place(number: int, tensor: torch.Tensor) -> TensorPlace:
     return place_of(name, tensor)
 
 
-def _is_row(tensor: torch.Tensor, place: TensorPlace) -> bool:
-    spec = place.spec
-    if tensor.numel() * tensor.element_size() != spec.row_bytes or str(tensor.dtype) != f"torch.{spec.dtype}":
-        return False
-    strides = tuple(s if n > 1 else 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tuple(tensor.shape) == spec.row_shape and strides == spec.element_strides
+class _Kind(NamedTuple):
+    """What a row of a buffer is like, and where the first one is; looked at for every expert."""
+
+    address: int
+    row_bytes: int
+    row_stride: int
+    num_rows: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _kind(place: TensorPlace, tensor: torch.Tensor) -> _Kind:
+    spec, row = place.spec, tensor[0]
+    return _Kind(place.address, spec.row_bytes, spec.row_stride, spec.num_rows, row.shape, row.stride(), tensor.dtype)
