@@ -138,6 +138,28 @@ def test_stopped_rank_lets_the_others_time_out_and_takes_part_again(start: Start
 
 
 @pytest.mark.faults
+def test_row_that_a_read_may_still_write_is_waited_for_and_can_be_read_anew(start: Start) -> None:
+    """Rank 1 stands still in the midst of rank 0's READ, over tcp; rank 0 may not use that row until it has ended."""
+    one, two = (Placement([slots], ep_size=2) for slots in ([0, 1, 2, 3], [2, 3, 0, 1]))
+    group = start(one, "tcp", row_bytes=(48 << 20,))
+    group.good("make", 2.0)
+    for rank in range(2):
+        group.ranks.send(rank, "run", RANKS, "move", two, (0,))
+    group.ranks.send(0, "run", RANKS, "reading")
+    assert group.ranks.receive(0) is None
+    group.ranks.stop(1)
+    failed([group.ranks.receive(0)], "NixlTransferTimeout")
+    texts = failed([group.ranks.call(0, "run", RANKS, "move", two, (0,))], "NixlTransferTimeout")
+    assert "a READ from rank 1 may still write into row" in texts[0]
+    group.ranks.resume(1)
+    failed([group.ranks.receive(1)])
+    texts = failed(group.all("move", one, (0,)))  # it receives nothing, but may have copied into that row
+    assert all("READs of a call that had failed ended after it" in text for text in texts)
+    group.good("move", two)
+    assert group.good("check", two) == [0, 0]
+
+
+@pytest.mark.faults
 def test_weights_that_moved_fail_the_call_of_every_rank(start: Start) -> None:
     one, two = placements(2, 2)
     group = start(one, "auto")

@@ -88,6 +88,12 @@ def _move(new: Placement, layers: tuple[int, ...] | None = None) -> float:
     return time.perf_counter() - started
 
 
+async def reading(_: object) -> None:
+    """Answer when a READ of this rank is in flight."""
+    while not State.comm._group.endpoint.transfers:
+        await asyncio.sleep(0)
+
+
 async def check(_: object, placement: Placement) -> int:
     """Wrong bytes."""
     return State.rows.wrong_bytes(placement)

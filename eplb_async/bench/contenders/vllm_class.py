@@ -89,7 +89,8 @@ class DropIn(VllmClass):
 
     async def open(self) -> None:
         await Spinning.open(self)
-        self._communicator = AsyncNixlEplbCommunicator(dist.group.WORLD, self.work.rows.layers, self._buffers)
+        group: Any = dist.group.WORLD
+        self._communicator = AsyncNixlEplbCommunicator(group, self.work.rows.layers, self._buffers)
 
     async def ready(self) -> None:
         """Nothing: it is there."""
