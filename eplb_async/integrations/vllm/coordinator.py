@@ -151,7 +151,7 @@ class Coordinator:
         if mine is None and self._owed.pop(rank, None) is not None:
             return []  # its call in a round that has ended for the others
         absent = [] if self._running else [other for other in range(self._size) if other not in self._joined]
-        text = message.text if message.text.startswith("rank ") else f"rank {rank}: {message.text}"
+        text = f"rank {rank}: {message.text}"
         if message.cause is not Cause.TIMEOUT:
             for other in absent:
                 if other != rank:

@@ -1,0 +1,183 @@
+"""The calls of the vLLM drop-in, two ranks in one process on real NIXL: what each takes, refuses, and reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb_async.errors import HandshakeError, NixlTransferFailed, NixlTransferTimeout
+from eplb_async.integrations.vllm import AsyncNixlEplbCommunicator
+from eplb_async.settings import Settings
+
+OLD = np.array([0, 1, 2, 1, 3, -1, 4, 3])  # expert 1 twice on rank 0, 3 twice on rank 1; an empty slot
+
+
+class Two:
+    """Two ranks, each with a thread of its own."""
+
+    def __init__(self) -> None:
+        store = dist.HashStore()
+        self.threads = [ThreadPoolExecutor(1) for _ in range(2)]
+        limit = timedelta(seconds=20)
+        self.groups: list[Any] = self.both(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit))
+        self.weights = [
+            [[torch.arange(4 * 6).view(4, 6).add(100 * rank + 1000 * layer).to(torch.int32)] for layer in range(2)]
+            for rank in range(2)
+        ]
+        self.buffers = [[torch.zeros(4, 6, dtype=torch.int32)] for _ in range(2)]
+        self.comms: list[AsyncNixlEplbCommunicator] = []
+
+    def both(self, work: Callable[[int], Any]) -> list[Any]:
+        """What each rank's work answers; an error in place of an answer."""
+        futures = [thread.submit(work, rank) for rank, thread in enumerate(self.threads)]
+        return [f.exception(30) or f.result() for f in futures]
+
+    def make(self, **more: Any) -> list[Any]:
+        def one(rank: int) -> Any:
+            given = {"settings": Settings(close_timeout=1.0), "timeout": 3.0, "arrival_timeout": 20.0} | more
+            return AsyncNixlEplbCommunicator(self.groups[rank], self.weights[rank], self.buffers[rank], **given)
+
+        made = self.both(one)
+        self.comms = [comm for comm in made if isinstance(comm, AsyncNixlEplbCommunicator)]
+        return made
+
+    def execute(self) -> list[Any]:
+        return self.both(lambda rank: self.comms[rank].execute())
+
+    def receive(self, rank: int, row: int, source: int, expert: int) -> None:
+        self.comms[rank].add_recv([self.buffers[rank][0][row]], source, expert)
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    ranks = Two()
+    try:
+        yield ranks
+    finally:
+        for comm in ranks.comms:
+            comm.close()
+        for thread in ranks.threads:
+            thread.shutdown()
+
+
+def test_rows_are_found_as_vllm_reads_the_indices(two: Two) -> None:
+    """The last row of an expert that a rank holds twice; empty slots hold nothing; what is too long is not read."""
+    two.make()
+    for comm in two.comms:
+        assert not comm.needs_profile_buffer_reservation
+        comm.set_stream(None)
+        comm.set_transfer_context(np.concatenate([OLD, [7, 7, 7]]).astype(np.int32), 1)
+    two.receive(0, 2, 1, 3)
+    two.receive(0, 0, 1, 4)
+    two.comms[1].add_send([two.weights[1][1][0][2]], 0, expert_id=4)
+    two.receive(1, 3, 0, 1)
+    assert two.execute() == [None, None]
+    assert two.buffers[0][0].tolist() == [
+        two.weights[1][1][0][2].tolist(),
+        [0] * 6,
+        two.weights[1][1][0][3].tolist(),
+        [0] * 6,
+    ]
+    assert two.buffers[1][0][3].tolist() == two.weights[0][1][0][3].tolist()
+    assert two.execute() == [None, None]  # without a context: the fence alone
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda t: t.receive(0, 0, 1, 3), r"add_recv\(\) before set_transfer_context"),
+        (lambda t: t.comms[0].set_transfer_context(OLD[:7], 0), "8 or more whole numbers, not int64 .7."),
+        (lambda t: t.comms[0].set_transfer_context(OLD.astype(float), 0), "not float64"),
+        (lambda t: t.comms[0].set_transfer_context(OLD, 2), "no layer 2"),
+        (lambda t: (t.comms[0].set_transfer_context(OLD, 0), t.receive(0, 0, 0, 0)), "rank 0 cannot be read from"),
+        (lambda t: (t.comms[0].set_transfer_context(OLD, 0), t.receive(0, 0, 2, 0)), "rank 2 cannot be read from"),
+        (lambda t: (t.comms[0].set_transfer_context(OLD, 0), t.receive(0, 0, 1, 0)), "rank 1 does not hold expert 0"),
+        (lambda t: (t.comms[0].set_transfer_context(OLD, 0), t.receive(0, 0, 1, -1)), "does not hold expert -1"),
+        (
+            lambda t: (t.comms[0].set_transfer_context(OLD, 0), t.receive(0, 0, 1, 3), t.receive(0, 0, 1, 4)),
+            "row 0 of expert_buffer is to receive two",
+        ),
+        (
+            lambda t: (t.comms[0].set_transfer_context(OLD, 0), t.comms[0].add_recv([torch.zeros(6)], 1, 3)),
+            "no row of expert_buffer",
+        ),
+        (
+            lambda t: (
+                t.comms[0].set_transfer_context(OLD, 0),
+                t.receive(0, 0, 1, 3),
+                t.comms[0].set_transfer_context(OLD, 1),
+            ),
+            "layer 0 was given experts to receive, but never executed",
+        ),
+    ],
+)
+def test_call_that_is_wrong_fails_both_ranks_once(two: Two, call: Callable[[Two], Any], says: str) -> None:
+    two.make()
+    with pytest.raises(NixlTransferFailed, match=says) as caught:
+        call(two)
+    assert str(caught.value).startswith("NIXL transfer failed with state=ERR")
+    with pytest.raises(NixlTransferFailed, match="rank 0: ") as told:
+        two.comms[1].execute()
+    assert told.value.rank == 0
+    assert two.execute() == [None, None]
+
+
+def test_rank_that_does_not_come_is_named(two: Two) -> None:
+    two.make(timeout=0.4)
+    with pytest.raises(NixlTransferTimeout, match=r"waited 0.4 s for rank 1 to begin"):
+        two.comms[0].execute()
+    with pytest.raises(NixlTransferTimeout, match=r"waited 0.4 s for rank 0 to begin"):
+        two.comms[1].execute()
+    assert two.execute() == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda t: t.buffers[1].clear(), "rank 1: WeightsError: layer 0 has 1 tensors, expert_buffer 0"),
+        (lambda t: t.weights[1].pop(), "number of layers"),
+        (
+            lambda t: (t.weights[1].__setitem__(slice(None), [[w.float()] for (w,) in t.weights[1]]),
+                       t.buffers[1].__setitem__(0, t.buffers[1][0].float())),
+            "dtype is 'int32' here, 'float32' there",
+        ),
+    ],
+)  # fmt: skip
+def test_constructor_fails_on_both_ranks_naming_the_one_at_fault(two: Two, spoil: Any, says: str) -> None:
+    before = threading.active_count()
+    spoil(two)
+    made = two.make()
+    assert all(isinstance(error, HandshakeError) and says in str(error) for error in made), made
+    assert not [t for t in threading.enumerate() if t.name.startswith("eplb-async vllm")]
+    assert threading.active_count() <= before
+
+
+def test_nixl_that_makes_no_agent_fails_both_ranks(two: Two) -> None:
+    def missing(name: str, settings: Settings) -> Any:
+        raise NixlTransferFailed("no plugin", phase="open")
+
+    made = two.both(
+        lambda rank: AsyncNixlEplbCommunicator(
+            two.groups[rank], two.weights[rank], two.buffers[rank], **({"native": missing} if rank == 1 else {})
+        )
+    )
+    assert all(isinstance(error, HandshakeError) and "rank 1: NixlTransferFailed: " in str(error) for error in made)
+
+
+def test_ranks_of_different_secrets_do_not_meet(two: Two) -> None:
+    secrets = (b"the secret of the job", b"another secret, so wrong")
+    made = two.both(
+        lambda rank: AsyncNixlEplbCommunicator(
+            two.groups[rank], two.weights[rank], two.buffers[rank], settings=Settings(secret=secrets[rank])
+        )
+    )
+    assert all(isinstance(error, HandshakeError) and "secret" in str(error) for error in made), made
+    assert not any(secret.decode() in str(error) for secret in secrets for error in made)
