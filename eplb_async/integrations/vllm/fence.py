@@ -25,6 +25,7 @@ __all__ = ["Fence"]
 _log = logging.getLogger("eplb_async.vllm")
 _FIRST = 0  # the lowest rank coordinates
 _MOST_LAPS = 100
+_OF_MEMBERS = (Kind.JOIN, Kind.DONE, Kind.FAIL, Kind.SEEN)
 _CAUSES: dict[Cause, type[NixlTransferFailed]] = {
     Cause.FAILED: NixlTransferFailed,
     Cause.TIMEOUT: NixlTransferTimeout,
@@ -126,14 +127,12 @@ class Fence:
             return
         if message.kind is Kind.PING:
             return
-        if message.kind in (Kind.JOIN, Kind.DONE, Kind.FAIL, Kind.SEEN):
-            self._to_coordinator(message)
-        elif message.sender == _FIRST:
+        if message.sender == _FIRST and message.kind not in _OF_MEMBERS:
             self._to_member(message)
-        elif message.kind is Kind.LEAVE:
+        elif self._coordinator is not None and message.kind in (*_OF_MEMBERS, Kind.LEAVE):
             self._to_coordinator(message)
         else:
-            self._drop(peer, "only the coordinator says that")
+            self._drop(peer, "it is not for this rank to say, or not to this one")
 
     def on_disconnect(self, peer: str) -> None:
         """NIXL says that a peer is gone."""
@@ -220,9 +219,7 @@ class Fence:
             self._notify(_FIRST, message)
 
     def _to_coordinator(self, message: Message) -> None:
-        if self._coordinator is None:
-            self.dropped["not the coordinator"] += 1
-            return
+        assert self._coordinator is not None
         self._post(self._coordinator.handle(message))
         self._changed.set()
         if self._coordinator.is_open:
