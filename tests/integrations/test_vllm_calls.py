@@ -172,6 +172,27 @@ def test_nixl_that_makes_no_agent_fails_both_ranks(two: Two) -> None:
     assert all(isinstance(error, HandshakeError) and "rank 1: NixlTransferFailed: " in str(error) for error in made)
 
 
+def test_setting_that_is_wrong_on_one_rank_fails_both(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPLB_ASYNC_READ_TIMEOUT", "soon")
+    given = {1: {}, 0: {"settings": Settings(), "timeout": 1.0}}
+    made = two.both(
+        lambda rank: AsyncNixlEplbCommunicator(two.groups[rank], two.weights[rank], two.buffers[rank], **given[rank])
+    )
+    assert all("rank 1: ValueError: EPLB_ASYNC_READ_TIMEOUT='soon'" in str(error) for error in made), made
+
+
+def test_close_ends_the_call_of_another_thread_and_later_ones(two: Two) -> None:
+    two.make(timeout=20.0)
+    waiting = two.threads[0].submit(two.comms[0].execute)
+    two.comms[0].close()
+    assert isinstance(waiting.exception(10), NixlTransferFailed)
+    assert "closed" in str(waiting.exception(10))
+    with pytest.raises(NixlTransferFailed, match="closed"):
+        two.comms[0].execute()
+    with pytest.raises(NixlTransferFailed, match="rank 0"):  # it was told, or finds out
+        two.comms[1].execute()
+
+
 def test_ranks_of_different_secrets_do_not_meet(two: Two) -> None:
     secrets = (b"the secret of the job", b"another secret, so wrong")
     made = two.both(

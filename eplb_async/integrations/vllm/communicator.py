@@ -7,9 +7,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +17,13 @@ import torch
 from eplb_async.errors import (
     CommunicatorBusy,
     CommunicatorClosed,
+    EplbError,
     NixlTransferFailed,
     NixlTransferTimeout,
     WeightsError,
     describe,
 )
-from eplb_async.integrations.vllm.messages import DIGEST_SIZE, Cause
+from eplb_async.integrations.vllm.messages import DIGEST_SIZE
 from eplb_async.integrations.vllm.opening import open_group
 from eplb_async.integrations.vllm.posts import Post, interleaved, read_all
 from eplb_async.integrations.vllm.streams import wait_for_streams
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncNixlEplbCommunicator"]
 
+T = TypeVar("T")
 _log = logging.getLogger("eplb_async.vllm")
 _ARRIVAL_SECONDS = 1800.0
 _NO_LAYER = -1
@@ -66,9 +68,9 @@ class AsyncNixlEplbCommunicator:
         native: Makes the native agent. For tests.
 
     Raises:
-        HandshakeError: On every rank: a tensor cannot be moved, NIXL is missing, or the ranks' tensors differ, on some
-            rank; names rank and reason.
-        ValueError: A setting is wrong, on this rank.
+        HandshakeError: On every rank: a tensor cannot be moved, a setting is wrong, NIXL is missing, or the ranks'
+            tensors differ, on some rank; names rank and reason.
+        ValueError: ``cpu_group`` is no group with a CPU backend.
     """
 
     def __init__(
@@ -82,9 +84,6 @@ class AsyncNixlEplbCommunicator:
         arrival_timeout: float = _ARRIVAL_SECONDS,
         native: NativeFactory = real,
     ) -> None:
-        settings = settings or Settings.from_env()
-        self._timeout = seconds(timeout, settings.read_timeout)
-        self._settings = settings
         self._busy = threading.Lock()
         self._stream: Any = None
         self._layer: int | None = None
@@ -94,12 +93,13 @@ class AsyncNixlEplbCommunicator:
         self._fetches: dict[int, Fetch] = {}
         self._tainted: dict[int, int] = {}
         _register()
-        self._group, self._tensors = open_group(
-            cpu_group,
-            lambda: Tensors(all_expert_weights, expert_buffer),
-            settings,
-            native=native,
-            arrival=arrival_timeout,
+
+        def prepare() -> tuple[Settings, float, Tensors]:
+            given = settings or Settings.from_env()
+            return given, seconds(timeout, given.read_timeout), Tensors(all_expert_weights, expert_buffer)
+
+        self._group, (self._settings, self._timeout, self._tensors) = open_group(
+            cpu_group, prepare, native=native, arrival=arrival_timeout
         )
         _log.info(
             "%r: %d layers, %d experts a rank, agent %s",
@@ -213,14 +213,10 @@ class AsyncNixlEplbCommunicator:
             layer = _NO_LAYER if self._layer is None else self._layer
             fetches, digest = self._fetches, self._digest
             try:
-                wait_for_streams(self._tensors.device, self._stream, deadline=deadline)
+                self._await_streams(deadline)
                 self._check_moved()
                 self._check_tainted()
                 self._run(layer, digest, fetches, deadline)
-            except NixlTransferTimeout as error:
-                if error.phase == "make":
-                    self._tell(str(error), Cause.TIMEOUT)
-                raise
             finally:
                 self._clear()
 
@@ -253,13 +249,13 @@ class AsyncNixlEplbCommunicator:
 
         try:
             run_on(group.engine.loop, call, what="execute", limit=left)
-        except CommunicatorClosed as error:
-            raise NixlTransferFailed(f"rank {group.rank}: {error}", layer=layer, phase="fence") from error
         except BaseException as error:
-            self._tainted.update({row: fetch.source for row, fetch in fetches.items() if self._is_leased(row)})
-            if isinstance(error, TimeoutError) and not isinstance(error, NixlTransferTimeout):
-                raise NixlTransferTimeout(f"rank {group.rank}: {error}", layer=layer, phase="fence") from error
-            raise
+            if fetches:
+                self._tainted.update(self._leased(fetches))
+            if isinstance(error, NixlTransferFailed) or not isinstance(error, EplbError | TimeoutError):
+                raise
+            kind = NixlTransferTimeout if isinstance(error, TimeoutError) else NixlTransferFailed
+            raise kind(f"rank {group.rank}: {describe(error)}", layer=layer, phase="fence") from error
 
     def _posts(self, layer: int, fetches: dict[int, Fetch]) -> list[Post]:
         by_source: dict[int, list[Fetch]] = {}
@@ -280,6 +276,13 @@ class AsyncNixlEplbCommunicator:
             row_of = {int(expert): row for row, expert in enumerate(self._old[rank].tolist()) if expert != -1}
             self._rows[rank] = row_of
         return self._rows[rank]
+
+    def _await_streams(self, deadline: float) -> None:
+        try:
+            wait_for_streams(self._tensors.device, self._stream, deadline=deadline)
+        except NixlTransferTimeout as error:
+            self._tell(error.detail)
+            raise
 
     def _check_moved(self) -> None:
         if self._layer is None:
@@ -312,38 +315,45 @@ class AsyncNixlEplbCommunicator:
         async def released() -> bool:
             return await group.endpoint.released(intervals, self._timeout)
 
-        if not self._call(released):
+        try:
+            free = self._call(released)
+        except (CommunicatorClosed, TimeoutError) as error:
+            self._refuse(describe(error), error)
+        if not free:
             source = self._tainted[row]
             what = f"a READ from rank {source} may still write into row {row} of expert_buffer, {self._timeout:g} s on"
-            self._tell(what, Cause.TIMEOUT)
+            self._tell(what)
             self._clear()
             raise NixlTransferTimeout(what, rank=source, layer=self._layer, phase="make")
         self._tainted.pop(row, None)
 
-    def _is_leased(self, row: int) -> bool:
-        group, intervals = self._group, self._tensors.intervals(row)
+    def _leased(self, fetches: dict[int, Fetch]) -> dict[int, int]:
+        """Rows that a READ may still write, and whom it reads from; all of them where the engine does not say."""
+        rows = {row: fetch.source for row, fetch in fetches.items()}
 
-        async def leased() -> bool:
-            return group.endpoint.leases.holder(intervals) is not None
+        async def leased() -> dict[int, int]:
+            leases, intervals = self._group.endpoint.leases, self._tensors.intervals
+            return {row: source for row, source in rows.items() if leases.holder(intervals(row)) is not None}
 
         try:
             return self._call(leased)
         except (CommunicatorClosed, TimeoutError):
-            return True
+            return rows
 
-    def _call(self, call: Any) -> bool:
-        return bool(run_on(self._group.engine.loop, call, what="execute", limit=self._timeout))
+    def _call(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return run_on(self._group.engine.loop, call, what="execute", limit=self._timeout)
 
     def _refuse(self, detail: str, cause: Exception | None = None) -> NoReturn:
         """Fail this rank's call before it has begun, on all ranks."""
         layer = self._layer
-        self._tell(detail if cause is None else describe(cause), Cause.FAILED)
+        self._tell(detail if cause is None else describe(cause))
         self._clear()
         raise NixlTransferFailed(detail, rank=self._group.rank, layer=layer, phase="make") from cause
 
-    def _tell(self, text: str, cause: Cause) -> None:
+    def _tell(self, text: str) -> None:
+        """This rank's call has failed before it began."""
         with contextlib.suppress(CommunicatorClosed):
-            self._group.engine.post(lambda: self._group.fence.refuse(text, cause))
+            self._group.engine.post(lambda: self._group.fence.refuse(text))
 
     def _clear(self) -> None:
         self._layer = None

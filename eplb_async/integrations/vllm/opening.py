@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "open_group"]
 
 T = TypeVar("T")
+Prepared = tuple[Settings, float, Tensors]
 _VERSION = 1
 _SHOWN = 4
 _REASON = 2000
@@ -63,18 +64,16 @@ class Group:
 
 def open_group(
     cpu_group: ProcessGroup,
-    make_tensors: Callable[[], Tensors],
-    settings: Settings,
+    prepare: Callable[[], Prepared],
     *,
     native: NativeFactory,
     arrival: float,
-) -> tuple[Group, Tensors]:
+) -> tuple[Group, Prepared]:
     """Meet all ranks of a group; blocks.
 
     Args:
         cpu_group: The process group; trusted as it is given, and used for nothing else meanwhile.
-        make_tensors: Checks this rank's tensors.
-        settings: Limits and pace.
+        prepare: Checks what this rank was given: settings, the timeout of its calls, tensors.
         native: Makes the native agent.
         arrival: Seconds until the last rank must have come.
 
@@ -82,11 +81,12 @@ def open_group(
         HandshakeError: It failed on a rank, on every rank; names that rank and its reason.
     """
     meeting = _Meeting(cpu_group)
-    tensors, failure = _attempt(make_tensors)
+    prepared, failure = _attempt(prepare)
     key = secrets.token_bytes(KEY_SIZE) if meeting.rank == 0 else b""
     words = meeting.exchange(_Word(_VERSION, failure, key), failure, arrival)
+    assert prepared is not None
+    settings, _, tensors = prepared
     settings = replace(settings, secret=_job_key(words[0].key, settings.secret))
-    assert tensors is not None
     made: list[Engine] = []
     try:
         parts, failure = _attempt(lambda: _make(meeting, tensors, settings, native, made))
@@ -103,7 +103,7 @@ def open_group(
         for engine in made:
             engine.stop()
         raise
-    return Group(meeting.rank, meeting.size, made[0], endpoint, fence, layouts), tensors
+    return Group(meeting.rank, meeting.size, made[0], endpoint, fence, layouts), prepared
 
 
 class _Meeting:

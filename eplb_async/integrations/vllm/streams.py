@@ -34,8 +34,6 @@ def wait_for_streams(device: torch.device, given: Any, *, deadline: float) -> No
     pause = _FIRST_PAUSE
     while not all(event.query() for event in events):
         if time.monotonic() >= deadline:
-            raise NixlTransferTimeout(
-                f"what streams of {device} had queued before the call has not ended", phase="make"
-            )
+            raise NixlTransferTimeout(f"what was queued on {device} before the call has not ended", phase="make")
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE, 2 * pause)
