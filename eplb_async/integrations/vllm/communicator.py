@@ -23,7 +23,7 @@ from eplb_async.errors import (
     WeightsError,
     describe,
 )
-from eplb_async.integrations.vllm.messages import DIGEST_SIZE
+from eplb_async.integrations.vllm.messages import DIGEST_SIZE, Cause
 from eplb_async.integrations.vllm.opening import open_group
 from eplb_async.integrations.vllm.posts import Post, interleaved, read_all
 from eplb_async.integrations.vllm.streams import wait_for_streams
@@ -281,7 +281,7 @@ class AsyncNixlEplbCommunicator:
         try:
             wait_for_streams(self._tensors.device, self._stream, deadline=deadline)
         except NixlTransferTimeout as error:
-            self._tell(error.detail)
+            self._tell(error.detail, Cause.TIMEOUT)
             raise
 
     def _check_moved(self) -> None:
@@ -322,7 +322,7 @@ class AsyncNixlEplbCommunicator:
         if not free:
             source = self._tainted[row]
             what = f"a READ from rank {source} may still write into row {row} of expert_buffer, {self._timeout:g} s on"
-            self._tell(what)
+            self._tell(what, Cause.TIMEOUT)  # the others may stand still: they owe this call no failure
             self._clear()
             raise NixlTransferTimeout(what, rank=source, layer=self._layer, phase="make")
         self._tainted.pop(row, None)
@@ -350,10 +350,10 @@ class AsyncNixlEplbCommunicator:
         self._clear()
         raise NixlTransferFailed(detail, rank=self._group.rank, layer=layer, phase="make") from cause
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, cause: Cause = Cause.FAILED) -> None:
         """This rank's call has failed before it began."""
         with contextlib.suppress(CommunicatorClosed):
-            self._group.engine.post(lambda: self._group.fence.refuse(text))
+            self._group.engine.post(lambda: self._group.fence.refuse(text, cause))
 
     def _clear(self) -> None:
         self._layer = None

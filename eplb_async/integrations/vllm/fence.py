@@ -109,11 +109,11 @@ class Fence:
                 self._tell(self._member.fail(*_as_cause(error, self._ranks)))
             raise
 
-    def refuse(self, text: str) -> None:
+    def refuse(self, text: str, cause: Cause) -> None:
         """This rank's call fails before it has begun: tell the others."""
         if self._member.phase is Phase.IDLE:
             with self._endpoint.serving():
-                self._tell(self._member.fail(Cause.FAILED, text))
+                self._tell(self._member.fail(cause, text))
 
     def on_notification(self, peer: str, data: bytes) -> None:
         """Take a message; what is not authentic, or not of who sent it, is counted and dropped."""
