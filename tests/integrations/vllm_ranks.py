@@ -175,21 +175,43 @@ async def make_vllms(_: object, whose: str, timeout: float) -> str:
     return await asyncio.to_thread(work)
 
 
-async def rearrange(_: object, new: Placement, batched: bool = False, together: bool = True) -> float:
-    """``rearrange_expert_weights_inplace``, or layer by layer in batches as the async worker does; seconds it took."""
+class Timed:
+    """A communicator, and the seconds that were spent in it."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._comm, name)
+
+        def timed(*args: Any, **more: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return value(*args, **more)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed if callable(value) else value
+
+
+async def rearrange(_: object, new: Placement, batched: bool = False, together: bool = True) -> tuple[float, float]:
+    """``rearrange_expert_weights_inplace``, or layer by layer in batches as the async worker does.
+
+    Answers the seconds it took, and how many of them were the communicator's.
+    """
     return await asyncio.to_thread(_rearrange, new, batched, together)
 
 
-def _rearrange(new: Placement, batched: bool, together: bool) -> float:
+def _rearrange(new: Placement, batched: bool, together: bool) -> tuple[float, float]:
     execute = importlib.import_module("vllm.distributed.eplb.rebalance_execute")
+    comm = Timed(State.comm)
     old_ids, new_ids = (torch.from_numpy(np.array(p.physical_to_logical_map)).long() for p in (State.placement, new))
     if together:
         dist.barrier()
     started = time.perf_counter()
     if not batched:
-        execute.rearrange_expert_weights_inplace(
-            old_ids, new_ids, State.rows.layers, State.buffer, State.group, State.comm
-        )
+        execute.rearrange_expert_weights_inplace(old_ids, new_ids, State.rows.layers, State.buffer, State.group, comm)
     for layer in range(new.num_layers) if batched else ():
         metadata = execute.transfer_layer(
             old_layer_indices=old_ids[layer],
@@ -197,7 +219,7 @@ def _rearrange(new: Placement, batched: bool, together: bool) -> float:
             expert_weights=State.rows.layers[layer],
             expert_weights_buffer=State.buffer,
             ep_group=State.group,
-            communicator=State.comm,
+            communicator=comm,
             layer_idx=layer,
             enable_migration_batching=True,
         )
@@ -209,4 +231,4 @@ def _rearrange(new: Placement, batched: bool, together: bool) -> float:
             ep_rank=State.rank,
         )
     State.placement = new
-    return time.perf_counter() - started
+    return time.perf_counter() - started, comm.seconds
