@@ -68,9 +68,10 @@ def two() -> Iterator[Two]:
             thread.shutdown()
 
 
-def test_rows_are_found_as_vllm_reads_the_indices(two: Two) -> None:
+@pytest.mark.parametrize("use_uvloop", [True, False])
+def test_rows_are_found_as_vllm_reads_the_indices(two: Two, use_uvloop: bool) -> None:
     """The last row of an expert that a rank holds twice; empty slots hold nothing; what is too long is not read."""
-    two.make()
+    two.make(settings=Settings(close_timeout=1.0, use_uvloop=use_uvloop))
     for comm in two.comms:
         assert not comm.needs_profile_buffer_reservation
         comm.set_stream(None)
