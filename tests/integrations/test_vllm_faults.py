@@ -13,11 +13,9 @@ from eplb_async.engine import LoopEngine
 from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout
 from eplb_async.integrations.vllm.fence import Fence
 from eplb_async.integrations.vllm.messages import Codec
-from eplb_async.integrations.vllm.posts import Post, interleaved, read_all
-from eplb_async.integrations.vllm.tensors import Fetch, Tensors, blocks_of
-from eplb_async.nixl.blocks import chunks
+from eplb_async.integrations.vllm.posts import posts_of, read_all
+from eplb_async.integrations.vllm.tensors import Fetch, Tensors
 from eplb_async.nixl.endpoint import Endpoint
-from eplb_async.nixl.transfer import Origin
 from eplb_async.settings import Settings
 from eplb_async.testing import FaultPlan, MemoryFabric, run
 
@@ -55,9 +53,8 @@ class Rank:
     async def call(self, timeout: float = 5.0, layer: int = 0) -> None:
         self.tensors.buffer[0].zero_()
         fetches = [Fetch(self.source, expert, expert, EXPERTS - 1 - expert) for expert in range(EXPERTS)]
-        found = blocks_of(fetches, 0, self.tensors, self.others[self.source].tensors.layout)
-        origin = Origin(self.source, 0, tuple(range(EXPERTS)))
-        posts = interleaved([[Post(piece, origin) for blocks in found for piece in chunks(blocks, SETTINGS)]])
+        layouts = {rank: other.tensors.layout for rank, other in self.others.items()}
+        posts = posts_of(fetches, 0, self.tensors, layouts, rank=self.rank, settings=SETTINGS)
         deadline = asyncio.get_running_loop().time() + timeout
         read: Callable[[], Awaitable[None]] = lambda: read_all(  # noqa: E731
             self.endpoint, posts, self.fence.peers, deadline=deadline

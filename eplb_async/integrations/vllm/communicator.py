@@ -25,13 +25,11 @@ from eplb_async.errors import (
 )
 from eplb_async.integrations.vllm.messages import DIGEST_SIZE, Cause
 from eplb_async.integrations.vllm.opening import open_group
-from eplb_async.integrations.vllm.posts import Post, interleaved, read_all
+from eplb_async.integrations.vllm.posts import posts_of, read_all
 from eplb_async.integrations.vllm.streams import wait_for_streams
-from eplb_async.integrations.vllm.tensors import Fetch, Tensors, blocks_of
+from eplb_async.integrations.vllm.tensors import Fetch, Tensors
 from eplb_async.nixl.agent import real
-from eplb_async.nixl.blocks import chunks
 from eplb_async.nixl.endpoint import NativeFactory
-from eplb_async.nixl.transfer import Origin
 from eplb_async.service.waiting import run_on
 from eplb_async.settings import Settings, seconds
 
@@ -234,7 +232,9 @@ class AsyncNixlEplbCommunicator:
 
     def _run(self, layer: int, digest: bytes, fetches: dict[int, Fetch], deadline: float) -> None:
         group = self._group
-        posts = self._posts(layer, fetches)
+        posts = posts_of(
+            fetches.values(), layer, self._tensors, group.layouts, rank=group.rank, settings=self._settings
+        )
         left = max(0.0, deadline - time.monotonic())
 
         async def call() -> None:
@@ -256,19 +256,6 @@ class AsyncNixlEplbCommunicator:
                 raise
             kind = NixlTransferTimeout if isinstance(error, TimeoutError) else NixlTransferFailed
             raise kind(f"rank {group.rank}: {describe(error)}", layer=layer, phase="fence") from error
-
-    def _posts(self, layer: int, fetches: dict[int, Fetch]) -> list[Post]:
-        by_source: dict[int, list[Fetch]] = {}
-        for fetch in fetches.values():
-            by_source.setdefault(fetch.source, []).append(fetch)
-        size, rank = self._group.size, self._group.rank
-        lists = []
-        for source in sorted(by_source, key=lambda other: (other - rank) % size):
-            wanted = by_source[source]
-            origin = Origin(source, layer, tuple(sorted(fetch.expert for fetch in wanted)))
-            pieces = blocks_of(wanted, layer, self._tensors, self._group.layouts[source])
-            lists.append([Post(p, origin) for blocks in pieces for p in chunks(blocks, self._settings)])
-        return interleaved(lists)
 
     def _held(self, rank: int) -> dict[int, int]:
         """Row of each expert that a rank holds."""

@@ -16,8 +16,9 @@ from eplb_async.errors import (
     NixlTransferTimeout,
 )
 from eplb_async.integrations.vllm.coordinator import Coordinator
-from eplb_async.integrations.vllm.member import Member, Outcome, Phase
+from eplb_async.integrations.vllm.member import Member, Phase
 from eplb_async.integrations.vllm.messages import Cause, Codec, Kind, Message, MessageError
+from eplb_async.integrations.vllm.outcomes import cause_of, error_of
 from eplb_async.nixl.endpoint import Endpoint, Peer
 
 __all__ = ["Fence"]
@@ -26,11 +27,6 @@ _log = logging.getLogger("eplb_async.vllm")
 _FIRST = 0  # the lowest rank coordinates
 _MOST_LAPS = 100
 _OF_MEMBERS = (Kind.JOIN, Kind.DONE, Kind.FAIL, Kind.SEEN)
-_CAUSES: dict[Cause, type[NixlTransferFailed]] = {
-    Cause.FAILED: NixlTransferFailed,
-    Cause.TIMEOUT: NixlTransferTimeout,
-    Cause.GONE: NixlPeerDisconnected,
-}
 
 
 class Fence:
@@ -106,7 +102,7 @@ class Fence:
                 self._check(layer)
         except BaseException as error:
             if self._member.phase is not Phase.IDLE:
-                self._tell(self._member.fail(*_as_cause(error, self._ranks)))
+                self._tell(self._member.fail(*cause_of(error, self._ranks)))
             raise
 
     def refuse(self, text: str, cause: Cause) -> None:
@@ -284,27 +280,6 @@ class Fence:
         count = self.dropped[why]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, …
             _log.warning("a message of %s was dropped: %s (%d so far)", one_line(peer), why, count)
-
-
-def error_of(outcome: Outcome, layer: int) -> NixlTransferFailed:
-    """What a call that ended so raises."""
-    return _CAUSES[outcome.cause](
-        outcome.text,
-        rank=outcome.origin if outcome.origin >= 0 else None,
-        layer=layer if layer >= 0 else None,
-        phase="fence",
-    )
-
-
-def _as_cause(error: BaseException, ranks: Mapping[str, int]) -> tuple[Cause, str, int]:
-    """What the others are told of an error."""
-    if isinstance(error, NixlPeerDisconnected) and (rank := ranks.get(error.peer, error.rank)) is not None:
-        return Cause.GONE, f"rank {rank} is gone: {one_line(error.detail) or 'a READ from it says so'}", rank
-    if isinstance(error, NixlTransferTimeout):
-        return Cause.TIMEOUT, error.detail if error.phase == "fence" else one_line(str(error)), -1
-    if isinstance(error, asyncio.CancelledError):
-        return Cause.FAILED, "its call was interrupted", -1
-    return Cause.FAILED, one_line(str(error) or type(error).__name__), -1
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -7,12 +7,15 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from eplb_async.core.layout import Layout
 from eplb_async.errors import NixlTransferFailed
-from eplb_async.nixl.blocks import Blocks
+from eplb_async.integrations.vllm.tensors import Fetch, Tensors, blocks_of
+from eplb_async.nixl.blocks import Blocks, chunks
 from eplb_async.nixl.endpoint import Endpoint, Peer
 from eplb_async.nixl.transfer import Origin, Transfer
+from eplb_async.settings import Settings
 
-__all__ = ["Post", "interleaved", "read_all"]
+__all__ = ["Post", "posts_of", "read_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,35 @@ class Post:
     origin: Origin
 
 
-def interleaved(by_source: Iterable[Sequence[Post]]) -> list[Post]:
-    """Posts of several sources, one of each in turn."""
-    return [post for turn in itertools.zip_longest(*by_source) for post in turn if post is not None]
+def posts_of(
+    fetches: Iterable[Fetch],
+    layer: int,
+    tensors: Tensors,
+    layouts: Mapping[int, Layout],
+    *,
+    rank: int,
+    settings: Settings,
+) -> list[Post]:
+    """The READs of a call, one of each source in turn, beginning with the rank after this one.
+
+    Args:
+        fetches: What is received.
+        layer: The layer.
+        tensors: This rank's.
+        layouts: The others' weights.
+        rank: This rank.
+        settings: How large a post may be.
+    """
+    by_source: dict[int, list[Fetch]] = {}
+    for fetch in fetches:
+        by_source.setdefault(fetch.source, []).append(fetch)
+    lists = []
+    for source in sorted(by_source, key=lambda other: (other - rank) % (len(layouts) + 1)):
+        wanted = by_source[source]
+        origin = Origin(source, layer, tuple(sorted(fetch.expert for fetch in wanted)))
+        pieces = blocks_of(wanted, layer, tensors, layouts[source])
+        lists.append([Post(piece, origin) for blocks in pieces for piece in chunks(blocks, settings)])
+    return [post for turn in itertools.zip_longest(*lists) for post in turn if post is not None]
 
 
 async def read_all(endpoint: Endpoint, posts: Sequence[Post], peers: Mapping[int, Peer], *, deadline: float) -> None:
