@@ -49,6 +49,9 @@ class _Word(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     metadata: bytes = b""
     layout: Any = ()
 
+    def __repr__(self) -> str:
+        return f"<word of a rank, error {self.error!r}>"  # without the key, whatever shows it
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -82,8 +85,8 @@ def open_group(
     """
     meeting = _Meeting(cpu_group)
     prepared, failure = _attempt(prepare)
-    key = secrets.token_bytes(KEY_SIZE) if meeting.rank == 0 else b""
-    words = meeting.exchange(_Word(_VERSION, failure, key), failure, arrival)
+    word = _Word(_VERSION, failure, secrets.token_bytes(KEY_SIZE) if meeting.rank == 0 else b"")
+    words = meeting.exchange(word, arrival)
     assert prepared is not None
     settings, _, tensors = prepared
     settings = replace(settings, secret=_job_key(words[0].key, settings.secret))
@@ -93,11 +96,11 @@ def open_group(
         word = _Word(_VERSION, failure)
         if parts is not None:
             word = _Word(_VERSION, metadata=parts[2], layout=tensors.layout.to_plain())
-        words = meeting.exchange(word, failure, settings.peer_timeout)
+        words = meeting.exchange(word, settings.peer_timeout)
         assert parts is not None
         endpoint, fence, _ = parts
         layouts, failure = _attempt(lambda: _meet(meeting, words, tensors, made[0], endpoint, fence, settings))
-        meeting.exchange(_Word(_VERSION, failure), failure, settings.peer_timeout)
+        meeting.exchange(_Word(_VERSION, failure), settings.peer_timeout)
         assert layouts is not None
     except BaseException:
         for engine in made:
@@ -114,7 +117,7 @@ class _Meeting:
         self.rank = int(group.rank())
         self.size = int(group.size())
 
-    def exchange(self, word: _Word, error: str, timeout: float) -> list[_Word]:
+    def exchange(self, word: _Word, timeout: float) -> list[_Word]:
         """Every rank's word.
 
         Raises:
