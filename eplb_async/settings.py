@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eplb_async._types import Hidden
+from eplb_async.service_settings import ServiceSettings
+from eplb_async.variables import OTHERS, PREFIX, SERVICE_PREFIX, Range, check, defaults_of, from_variables, variable_of
+from eplb_async.variables import VLLM_SWITCH as VLLM_SWITCH
 
-_PREFIX = "EPLB_ASYNC_"
-SERVICE_PREFIX = "EPLB_ASYNC_SERVICE_"
-VLLM_SWITCH = "EPLB_ASYNC_VLLM"
-"""Whether vLLM is given our communicator; no setting, but read by :mod:`eplb_async.integrations.vllm`."""
 _MIB = 1 << 20
 _YEAR = 365 * 86_400
 
-# name -> (lowest, highest) of the numeric settings; units are in the field's docstring line below.
-_RANGES: dict[str, tuple[float, float]] = {
-    "max_post_bytes": (4096, 1 << 34),
-    "max_post_descriptors": (1, 1 << 16),
-    "max_stretch_bytes": (0, 1 << 34),
-    "max_bytes_in_flight": (4096, 1 << 40),
-    "max_requests_in_flight": (1, 1 << 16),
-    "max_peer_requests_in_flight": (1, 1 << 16),
-    "max_peer_bytes_in_flight": (4096, 1 << 40),
-    "max_peers_in_flight": (1, 1 << 16),
-    "max_bytes_per_second": (0, 1 << 40),
-    "max_queued_notifications": (1, 1 << 20),
-    "max_blob_bytes": (1024, 1 << 30),
-    "hot_seconds": (0, 1),
-    "max_pause": (0.0001, 1),
-    "idle_tick": (0.001, 10),
-    "switch_interval": (0, 1),
-    "migrate_timeout": (0.001, 86_400),
-    "read_timeout": (0.001, 86_400),
-    "peer_timeout": (0.001, 86_400),
-    "close_timeout": (0, 3600),
-    "settle_timeout": (0.001, 86_400),
-    "ping_interval": (0.01, 3600),
-    "watchdog_fraction": (0, 1),
-    "staging_layers": (0, 64),
-    "step_margin": (0, 1000),
-    "activation_timeout": (0.001, 3600),
+RANGES: dict[str, Range] = {
+    "max_post_bytes": Range(4096, 1 << 34, "bytes"),
+    "max_post_descriptors": Range(1, 1 << 16, "descriptors"),
+    "max_stretch_bytes": Range(0, 1 << 34, "bytes"),
+    "max_bytes_in_flight": Range(4096, 1 << 40, "bytes"),
+    "max_requests_in_flight": Range(1, 1 << 16, "requests"),
+    "max_peer_requests_in_flight": Range(1, 1 << 16, "requests"),
+    "max_peer_bytes_in_flight": Range(4096, 1 << 40, "bytes"),
+    "max_peers_in_flight": Range(1, 1 << 16, "peers"),
+    "max_bytes_per_second": Range(0, 1 << 40, "bytes/s"),
+    "max_queued_notifications": Range(1, 1 << 20, "notifications"),
+    "max_blob_bytes": Range(1024, 1 << 30, "bytes"),
+    "hot_seconds": Range(0, 1, "s"),
+    "max_pause": Range(0.0001, 1, "s"),
+    "idle_tick": Range(0.001, 10, "s"),
+    "switch_interval": Range(0, 1, "s"),
+    "migrate_timeout": Range(0.001, 86_400, "s"),
+    "read_timeout": Range(0.001, 86_400, "s"),
+    "peer_timeout": Range(0.001, 86_400, "s"),
+    "close_timeout": Range(0, 3600, "s"),
+    "settle_timeout": Range(0.001, 86_400, "s"),
+    "ping_interval": Range(0.01, 3600, "s"),
+    "watchdog_fraction": Range(0, 1, "of a deadline"),
+    "staging_layers": Range(0, 64, "layers"),
+    "step_margin": Range(0, 1000, "steps"),
+    "activation_timeout": Range(0.001, 3600, "s"),
 }
 
 
@@ -51,49 +48,63 @@ class Settings:
     """Settings of an agent or communicator; times in seconds, sizes in bytes.
 
     Attributes:
-        secret: The job's shared secret. Peers that cannot prove that they hold it are refused.
-        progress_thread: Run NIXL's own progress thread (burns one core per agent; for bulk serving only).
+        secret: The job's shared secret; peers that cannot prove that they hold it are refused. The variable's text is
+            used as UTF-8.
+        progress_thread: Run NIXL's own progress thread. It burns one core per agent, for ever; for bulk serving only.
         use_uvloop: Run the engine loop on uvloop where it is installed.
-        max_post_bytes: Largest number of bytes in one post; bounds how long one native call can take. A little more
-            than a round number: rows that fill a post take their entries along.
-        max_post_descriptors: Largest number of descriptors in one post.
-        max_stretch_bytes: Most bytes that a rank receives in several small layers which go together: they are posted,
-            checked, voted for and applied as one. A quarter of the staging bounds them too. 0: each layer by itself.
-        max_bytes_in_flight: Bytes of READs in flight at once, all peers together.
+        max_post_bytes: Largest post; bounds how long one native call takes, and so how long a cancel or deadline can
+            wait. 12 MiB and 64 KiB: rows that fill 12 MiB take their entries along.
+        max_post_descriptors: Most descriptors in one post.
+        max_stretch_bytes: Most bytes that a rank receives in several small layers which go together: posted, checked,
+            voted for and applied as one. A quarter of the staging bounds them too. 0: each layer by itself.
+        max_bytes_in_flight: READs in flight at once, all peers together.
         max_requests_in_flight: READ requests in flight at once, all peers together.
         max_peer_requests_in_flight: READ requests in flight at once to one peer.
-        max_peer_bytes_in_flight: Bytes of READs in flight at once to one peer, shared evenly by the ranks that read
-            from it in the same layer. One READ each is always let out.
-        max_peers_in_flight: Peers that a rank reads from at once, and, as far as ranks keep in step, ranks that read
-            from one peer at once. More are let out while less than one post of ``max_post_bytes`` is in flight.
-        max_bytes_per_second: Most bytes that the READs of this rank's migrations bring in a second; 0 for no limit.
-        max_queued_notifications: Notifications kept of each peer for the iterator; older ones are dropped and counted.
-        max_blob_bytes: Largest metadata blob accepted from a peer.
+        max_peer_bytes_in_flight: READs in flight at once to one peer, shared evenly by the ranks that read from it in
+            the same layer. One READ each is always let out.
+        max_peers_in_flight: Peers that a rank reads from at once and, as far as ranks keep in step, ranks that read
+            from one peer at once. Small READs may go to more: while less than one post of ``max_post_bytes`` is in
+            flight.
+        max_bytes_per_second: Most bytes that the READs of this rank's migrations bring in a second; 0: no limit. READs
+            that are made again count, local copies and ``AsyncNixlAgent.read`` do not. ``limit()`` changes it while
+            running.
+        max_queued_notifications: Notifications kept of each peer for ``notifications()``; older ones are dropped and
+            counted.
+        max_blob_bytes: Largest introduction accepted from a peer.
         hot_seconds: How long the poller laps without a pause after it last saw progress.
-        max_pause: Longest pause between laps while something is in flight or served; an eighth of it at first, then
-            2 % of the quiet.
-        idle_tick: Longest pause between laps while nothing is in flight and nobody is served. The pause grows with
-            the quiet: it doubles up to this.
-        switch_interval: How long a thread may keep the GIL from others while an epoch is open: the process's
-            ``sys.setswitchinterval``, put back afterwards. 0: as the process has it.
-        migrate_timeout: Deadline of ``migrate`` where the caller gives none.
-        read_timeout: Deadline of ``read`` where the caller gives none.
-        peer_timeout: Deadline for each peer's introduction in ``open`` where the caller gives none.
-        close_timeout: How long ``aclose`` waits for READs in flight before it destroys the agent.
-        settle_timeout: How long a rank that voted waits for the decision before it is in doubt.
-        ping_interval: How often a waiting rank pings whom it waits for.
-        watchdog_fraction: Fraction of its deadline after which a phase is told of in the log; 0 for never.
-        staging_layers: Staging to allocate, in layers (as large as the largest layer one rank can receive); 0 for two,
-            or for as many as 32 MiB hold where layers are small.
-        verify: ``"identity"`` checks which expert and weight version each READ brought, ``"full"`` also a digest of
-            its bytes (needs the package xxhash); ``"off"`` checks nothing.
-        majority_rule: Require a strict majority of the old view for a takeover.
-        retry_reads: READ an expert again from another rank that holds it when a READ of it failed.
-        activation: ``"immediate"`` applies a layer as soon as it is committed; ``"step"`` between two steps of the
-            engine, the same two on every rank, for engines that run in lock-step and say so with ``comm.step()``.
+        max_pause: Longest pause between laps while something is in flight or served: an eighth of it at first, then
+            2 % of the quiet so far. What takes 1 s is noticed at most this late.
+        idle_tick: Longest pause between laps while nothing is in flight and nobody is served: the pause doubles up to
+            this. Bounds how late an idle rank hears a message.
+        switch_interval: How long a thread that computes in Python may keep the GIL from others while an epoch is open:
+            the process's ``sys.setswitchinterval``, put back afterwards. 0: as the process has it.
+        migrate_timeout: Deadline of ``migrate`` where the call gives none.
+        read_timeout: Deadline of ``AsyncNixlAgent.read`` where the call gives none.
+        peer_timeout: Deadline for each peer's introduction in ``open`` where the call gives none.
+        close_timeout: How long ``aclose`` waits for the others and for READs in flight before it destroys the agent.
+        settle_timeout: How long a rank that voted and asked for the end waits for the decision before it is in doubt.
+        ping_interval: How often a waiting rank pings whom it waits for; bounds how late a death is noticed.
+        watchdog_fraction: When a phase has lasted this fraction of its deadline, one line in the log
+            (``eplb_async.watchdog``) says what it waits for; again at twice that. 0: never.
+        staging_layers: Staging to allocate, each as large as the largest layer one rank can receive. More overlap, more
+            memory. 0: two, or as many as 32 MiB hold where layers are small.
+        verify: ``identity`` reads a 32-byte entry with each expert and checks which expert and weight version it is;
+            ``full`` also checks a digest of its bytes, and needs the package xxhash (``eplb-async[verify]``); ``off``
+            checks nothing. Must be the same on all ranks.
+        majority_rule: Require a strict majority of the old view to go on without a rank. Off only where something
+            proves deaths.
+        retry_reads: When a READ fails or brings other bytes than meant, READ its experts again from another rank that
+            holds them, once from each, before the layer is given up. Needs free staging; not after a timeout or a
+            disconnect.
+        activation: ``immediate`` applies a layer as soon as it is committed. ``step`` applies it between two steps of
+            the engine, the same two on every rank, for engines that run in lock-step and say so with ``comm.step()``.
+            Must be the same on all ranks.
         step_margin: How many whole steps a rank that has voted for a layer begins before it waits for the decision.
-        activation_timeout: How long a step waits for a decision before the migration is given up, and then for the end;
-            and how long one who would use a layer waits for its apply.
+            More: no step waits for a slow reader, and each layer takes longer. Must be the same on all ranks that use
+            steps.
+        activation_timeout: How long a step waits for a decision before the migration is given up, and then once more
+            for its end, before ``comm.step()`` raises ``ActivationTimeout``; and how long ``comm.using()`` waits for an
+            apply of its layer.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -130,11 +141,7 @@ class Settings:
     activation_timeout: float = 5.0
 
     def __post_init__(self) -> None:
-        check_ranges(self, _RANGES, "setting")
-        if self.verify not in ("full", "identity", "off"):
-            raise ValueError(f"setting verify={self.verify!r} is not 'full', 'identity' or 'off'")
-        if self.activation not in ("immediate", "step"):
-            raise ValueError(f"setting activation={self.activation!r} is not 'immediate' or 'step'")
+        check(self, RANGES, "setting")
         if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 16):
             raise ValueError("setting secret must be bytes, 16 or more of them")
         if self.secret is not None:
@@ -142,7 +149,10 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-        """Read settings from ``EPLB_ASYNC_<NAME>`` variables, without ``EPLB_ASYNC_SERVICE_<NAME>``: the service's.
+        """Read settings from ``EPLB_ASYNC_<NAME>`` variables.
+
+        ``EPLB_ASYNC_SERVICE_<NAME>`` variables are the service's; one that names no setting of it is refused here too,
+        since nobody else may look.
 
         Args:
             environ: Variables to read; default ``os.environ``.
@@ -154,71 +164,9 @@ class Settings:
         Raises:
             ValueError: A variable names no setting, or its value is malformed or out of range.
         """
+        services = {variable_of(name, SERVICE_PREFIX) for name in defaults_of(ServiceSettings)}
         defaults = defaults_of(cls) | {"secret": b""}
-        return cls(**(from_variables(environ, _PREFIX, defaults, "setting", besides=SERVICE_PREFIX) | overrides))
-
-
-def defaults_of(kind: type) -> dict[str, Any]:
-    """The default of each field of a dataclass of settings."""
-    return {field.name: field.default for field in fields(kind)}
-
-
-def check_ranges(settings: object, ranges: Mapping[str, tuple[float, float]], what: str) -> None:
-    """Refuse numbers that are out of range; where the default is an ``int``, those that are none.
-
-    Raises:
-        ValueError: Names ``what`` it is, which one, and what it may be.
-    """
-    defaults = defaults_of(type(settings))
-    for name, (lowest, highest) in ranges.items():
-        value, whole = getattr(settings, name), type(defaults[name]) is int
-        kinds = (int,) if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
-            kind = "a whole number" if whole else "a number"
-            raise ValueError(f"{what} {name}={value!r} is not {kind} from {lowest} to {highest}")
-
-
-def from_variables(
-    environ: Mapping[str, str] | None,
-    prefix: str,
-    defaults: Mapping[str, Any],
-    what: str,
-    *,
-    besides: str | None = None,
-) -> dict[str, Any]:
-    """Settings that ``<prefix><NAME>`` variables give, each of the type of its default; ``besides`` begins others'.
-
-    Raises:
-        ValueError: A variable names none, or its value is malformed.
-    """
-    values = {}
-    for variable, text in (os.environ if environ is None else environ).items():
-        if not variable.startswith(prefix) or (besides is not None and variable.startswith(besides)):
-            continue
-        if variable == VLLM_SWITCH:
-            continue
-        name = variable.removeprefix(prefix).lower()
-        if name not in defaults:
-            raise ValueError(f"{variable} names no {what}; known: {', '.join(sorted(defaults))}")
-        values[name] = _parse(variable, text, defaults[name])
-    return values
-
-
-def _parse(variable: str, text: str, like: object) -> object:
-    """The value of a variable, of the type of another value.
-
-    Raises:
-        ValueError: The text is no such value.
-    """
-    try:
-        if isinstance(like, bool):
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-        if isinstance(like, bytes):
-            return Hidden(text.encode())
-        return int(text) if isinstance(like, int) else float(text) if isinstance(like, float) else text
-    except (KeyError, ValueError):
-        shown = "" if isinstance(like, bytes) else f"={text!r}"
-        raise ValueError(f"{variable}{shown} is not a {type(like).__name__}") from None
+        return cls(**(from_variables(environ, PREFIX, defaults, "setting", others={*OTHERS, *services}) | overrides))
 
 
 def seconds(given: float | None, default: float) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,8 +14,8 @@ import eplb_async
 from eplb_async import errors
 from eplb_async.core import messages
 from eplb_async.core.events import Phase
-from eplb_async.service import ServiceSettings
-from eplb_async.settings import Settings
+from eplb_async.settings_table import rows
+from eplb_async.variables import OTHERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -52,14 +51,25 @@ def sources() -> str:
     return "\n".join(text_of(path) for folder in folders for path in sorted(folder.rglob("*.py")))
 
 
-@pytest.mark.parametrize(
-    ("page", "record", "prefix"),
-    [("settings.md", Settings, "EPLB_ASYNC_"), ("operating.md", ServiceSettings, "EPLB_ASYNC_SERVICE_")],
-)
-def test_every_setting_is_in_the_table_with_its_default(page: str, record: Any, prefix: str) -> None:
-    """Name, variable and default of each field, and no row that is no setting."""
-    rows = re.findall(r"^\| `(\w+)` \| `(EPLB_ASYNC_\w+)` \| `([^`]+)` \|", text_of(DOCS / page), re.MULTILINE)
-    assert rows == [(f.name, f"{prefix}{f.name.upper()}", repr(f.default)) for f in fields(record)]
+def test_the_table_of_settings_is_fresh() -> None:
+    """The page is what ``python docs/settings_page.py`` writes."""
+    render = runpy.run_path(str(DOCS / "settings_page.py"))["render"]
+    page = text_of(DOCS / "settings.md")
+    assert page == render(page), "stale: run python docs/settings_page.py"
+
+
+def test_every_argument_of_open_is_on_the_page_of_settings() -> None:
+    """Beside the settings; those that are for tests are not."""
+    given = set(inspect.signature(eplb_async.AsyncEplbCommunicator.open).parameters) - {"engine", "native", "settings"}
+    page = text_of(DOCS / "settings.md").partition("## Arguments that are no settings")[2].partition("\n## ")[0]
+    assert [name for name in sorted(given) if f"`{name}`" not in page] == []
+
+
+def test_every_variable_of_ours_is_known() -> None:
+    """Whatever code, examples and tests read with our prefix is a setting or among the others."""
+    read = set(re.findall(r"environ(?:\.get\(|\[)\"(EPLB_ASYNC_\w+)\"", sources()))
+    assert read
+    assert read <= {row.variable for row in rows()} | set(OTHERS)
 
 
 def test_every_public_error_is_explained() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from typing import Any
 
 import pytest
 
+from eplb_async.service_settings import ServiceSettings
 from eplb_async.settings import Settings
+from eplb_async.settings_table import rows
+from eplb_async.variables import OTHERS
 
 
 def test_defaults_are_valid_and_frozen() -> None:
@@ -48,10 +52,61 @@ def test_overrides_win_over_variables() -> None:
     assert Settings.from_env({"EPLB_ASYNC_IDLE_TICK": "0.25"}, idle_tick=0.5).idle_tick == 0.5
 
 
-def test_refuses_an_unknown_variable_by_name() -> None:
-    """A variable that names no setting is refused, and the known ones are listed."""
-    with pytest.raises(ValueError, match=r"EPLB_ASYNC_IDEL_TICK names no setting; known: .*idle_tick"):
-        Settings.from_env({"EPLB_ASYNC_IDEL_TICK": "1"})
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("EPLB_ASYNC_IDEL_TICK", "EPLB_ASYNC_IDLE_TICK"),
+        ("EPLB_ASYNC_idle_tick", "EPLB_ASYNC_IDLE_TICK"),
+        ("EPLB_ASYNC_SECRETS", "EPLB_ASYNC_SECRET"),
+        ("EPLB_ASYNC_SERVICE_MIN_GIAN", "EPLB_ASYNC_SERVICE_MIN_GAIN"),
+        ("EPLB_ASYNC_SERVCE_BACKOFF", "EPLB_ASYNC_SERVICE_BACKOFF"),
+        ("EPLB_ASYNC_VLMM", "EPLB_ASYNC_VLLM"),
+    ],
+)
+def test_refuses_an_unknown_variable_by_name_and_says_which_was_meant(unknown: str, meant: str) -> None:
+    """A variable that nobody reads is refused, also one that may be meant for the service or the plugin."""
+    with pytest.raises(ValueError, match=f"^{unknown} names no setting; did you mean {meant}") as caught:
+        Settings.from_env({unknown: "a secret, by a slip"})
+    assert "a slip" not in str(caught.value)
+
+
+def test_an_unknown_variable_like_no_other_is_refused_without_a_guess() -> None:
+    """And the message says where all of them are."""
+    with pytest.raises(ValueError, match=r"EPLB_ASYNC_X names no setting \(`eplb-async doctor --settings` lists all"):
+        Settings.from_env({"EPLB_ASYNC_X": "1"})
+
+
+def test_leaves_alone_what_others_read() -> None:
+    """Variables with the prefix that are no settings, and those of the service, whatever their values."""
+    service = {row.variable: "any" for row in rows() if row.record == "ServiceSettings"}
+    assert len(service) > 5
+    assert Settings.from_env(dict.fromkeys(OTHERS, "any") | service) == Settings()
+    with pytest.raises(ValueError, match=r"EPLB_ASYNC_SERVICE_\w+='any' is not a whole number"):
+        ServiceSettings.from_env(service)
+
+
+def test_the_table_has_every_field_with_its_effect_and_what_it_may_be() -> None:
+    """What a row says is allowed is: its bounds are accepted, and what lies beyond is refused."""
+    table = rows()
+    kinds = {"Settings": Settings, "ServiceSettings": ServiceSettings}
+    assert [row.name for row in table] == [field.name for kind in kinds.values() for field in fields(kind)]
+    assert [row.name for row in table if not (row.unit and row.allowed and row.effect.endswith("."))] == []
+    for row in table:
+        kind: Any = kinds[row.record]
+        low, _, high = row.allowed.rpartition("or ")[2].partition(" to ")
+        if not high or row.name.startswith("backoff"):
+            continue
+        for text in (low, high):
+            assert getattr(kind.from_env({row.variable: text}), row.name) == float(text)
+        with pytest.raises(ValueError, match=rf"setting {row.name}={int(high) + 1} is not "):
+            kind(**{row.name: int(high) + 1})
+
+
+def test_a_switch_is_no_word_and_no_number() -> None:
+    """``"no"`` would be true."""
+    for value in ("no", 1, None):
+        with pytest.raises(ValueError, match=r"setting retry_reads=.* is not True or False"):
+            Settings(retry_reads=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +120,7 @@ def test_refuses_an_unknown_variable_by_name() -> None:
 )
 def test_refuses_a_malformed_variable_by_name(variable: str, text: str) -> None:
     """A value of the wrong kind is refused, naming variable and value."""
-    with pytest.raises(ValueError, match=f"{variable}='{text}' is not a"):
+    with pytest.raises(ValueError, match=f"{variable}='{text}' is not a (whole number|number|switch)"):
         Settings.from_env({variable: text})
 
 
@@ -107,9 +162,3 @@ def test_never_shows_the_secret() -> None:
     with pytest.raises(ValueError, match="secret") as caught:
         Settings.from_env({"EPLB_ASYNC_SECRET": "tooshort"})
     assert "tooshort" not in str(caught.value)
-
-
-def test_every_setting_is_documented() -> None:
-    """Each setting has a line in the docstring."""
-    for field in fields(Settings):
-        assert f"{field.name}: " in (Settings.__doc__ or "")

@@ -2,7 +2,7 @@
 
 from eplb_async.service.report import RebalanceReport, ServiceHealth
 from eplb_async.service.service import EplbService
-from eplb_async.service.settings import ServiceSettings
 from eplb_async.service.sync import SyncService
+from eplb_async.service_settings import ServiceSettings
 
 __all__ = ["EplbService", "RebalanceReport", "ServiceHealth", "ServiceSettings", "SyncService"]

@@ -15,7 +15,7 @@ from eplb_async.policy.result import Rebalance
 from eplb_async.service.balance import balancedness
 from eplb_async.service.payloads import Loads, Verdict
 from eplb_async.service.report import Outcome
-from eplb_async.service.settings import ServiceSettings
+from eplb_async.service_settings import ServiceSettings
 
 __all__ = ["Policy", "count_moves", "decide", "misplaced"]
 

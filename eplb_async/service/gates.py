@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eplb_async.service.report import Outcome
-from eplb_async.service.settings import ServiceSettings
+from eplb_async.service_settings import ServiceSettings
 
 __all__ = ["NEVER", "Gates"]
 

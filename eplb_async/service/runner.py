@@ -22,7 +22,7 @@ from eplb_async.service.actions import Action, Collect, Decide, End, Move, Send,
 from eplb_async.service.decision import Policy, decide
 from eplb_async.service.payloads import TOPIC, Loads, PayloadError, Verdict, decode
 from eplb_async.service.rounds import Rounds
-from eplb_async.service.settings import ServiceSettings
+from eplb_async.service_settings import ServiceSettings
 
 __all__ = ["Owner", "Runner"]
 

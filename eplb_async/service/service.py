@@ -27,9 +27,9 @@ from eplb_async.service.gates import NEVER, Gates
 from eplb_async.service.report import RebalanceReport, ServiceHealth
 from eplb_async.service.rounds import AUTOMATIC
 from eplb_async.service.runner import Runner
-from eplb_async.service.settings import ServiceSettings
 from eplb_async.service.sync import SyncService
 from eplb_async.service.window import LoadWindow
+from eplb_async.service_settings import ServiceSettings
 from eplb_async.settings import seconds
 from eplb_async.telemetry.emitter import Emitter
 from eplb_async.telemetry.event import Hook

@@ -6,25 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eplb_async.settings import SERVICE_PREFIX, check_ranges, defaults_of, from_variables
+from eplb_async.variables import SERVICE_PREFIX, Range, check, defaults_of, from_variables
 
 __all__ = ["ServiceSettings"]
 
-# name -> (lowest, highest); units are in the field's docstring line below.
-_RANGES: dict[str, tuple[float, float]] = {
-    "step_interval": (0, 1 << 31),
-    "window_steps": (1, 1 << 31),
-    "min_gain": (0, 1),
-    "min_interval": (0, 86_400),
-    "round_timeout": (0.001, 3600),
-    "migrate_timeout": (0.001, 86_400),
-    "backoff": (0.001, 86_400),
-    "backoff_max": (0.001, 86_400),
-    "max_moves": (0, 1 << 31),
-    "num_groups": (1, 1 << 16),
-    "num_nodes": (1, 1 << 16),
-    "watch_interval": (0, 3600),
-    "max_bytes_per_second": (0, 1 << 40),
+RANGES: dict[str, Range] = {
+    "step_interval": Range(0, 1 << 31, "steps"),
+    "window_steps": Range(1, 1 << 31, "steps"),
+    "min_gain": Range(0, 1, "balancedness"),
+    "min_interval": Range(0, 86_400, "s"),
+    "round_timeout": Range(0.001, 3600, "s"),
+    "migrate_timeout": Range(0.001, 86_400, "s"),
+    "backoff": Range(0.001, 86_400, "s"),
+    "backoff_max": Range(0.001, 86_400, "s"),
+    "max_moves": Range(0, 1 << 31, "slots"),
+    "num_groups": Range(1, 1 << 16, "groups"),
+    "num_nodes": Range(1, 1 << 16, "nodes"),
+    "watch_interval": Range(0, 3600, "s", least=0.05),
+    "max_bytes_per_second": Range(0, 1 << 40, "bytes/s"),
 }
 
 
@@ -33,21 +32,21 @@ class ServiceSettings:
     """Settings of an `EplbService`; times in seconds. All ranks should have the same.
 
     Attributes:
-        step_interval: Steps between automatic rebalances; 0 for none but those that are asked for.
-        window_steps: Steps that the loads are summed over.
-        min_gain: Least gain in predicted balancedness that is worth a migration (absolute: 0.02 is from 0.70 to 0.72).
+        step_interval: Steps between automatic rounds; 0: only when asked.
+        window_steps: How many of the last steps count as load.
+        min_gain: Least rise of the predicted balancedness that is worth a migration; 0.02 is from 0.70 to 0.72.
         min_interval: Least time from the end of one migration to the next round, unless it is forced.
         round_timeout: How long a round waits for the loads of all ranks, and then for the policy.
-        migrate_timeout: Deadline of the round's migration.
-        backoff: How long after a failed round the next automatic one begins; doubled with each failure after that.
-        backoff_max: Longest such pause.
-        max_moves: Most slots, over all layers, that one rebalance may move an expert into; 0 for no limit.
-        num_groups: Groups of experts, as the default policy wants it.
-        num_nodes: Nodes, as the default policy wants it.
-        watch_interval: How often members are pinged while nothing else is said, so that a dead one is noticed, from
-            the start of the service to its end; 0 leaves what the communicator does.
+        migrate_timeout: Deadline of a round's migration.
+        backoff: Pause after a failed round before the next automatic one; doubled with each failure after it.
+        backoff_max: Longest such pause; not below ``backoff``.
+        max_moves: Most slots, over all layers, that one round may move an expert into; 0: no limit.
+        num_groups: Groups of experts, for the default policy.
+        num_nodes: Nodes, for the default policy.
+        watch_interval: How often members are pinged also while nothing goes on, so that a dead one is noticed, from the
+            start of the service to its end; 0: as ``comm.watch`` says.
         max_bytes_per_second: What the READs of this rank's migrations may bring in a second, from the start of the
-            service to its end; 0 leaves the communicator's.
+            service to its end; 0: as the communicator has it.
     """
 
     step_interval: int = 3000
@@ -65,9 +64,7 @@ class ServiceSettings:
     max_bytes_per_second: int = 0
 
     def __post_init__(self) -> None:
-        check_ranges(self, _RANGES, "service setting")
-        if 0 < self.watch_interval < 0.05:
-            raise ValueError(f"service setting watch_interval={self.watch_interval} is neither 0 nor 0.05 or more")
+        check(self, RANGES, "service setting")
         if self.backoff_max < self.backoff:
             raise ValueError(f"service setting backoff_max={self.backoff_max} is below backoff={self.backoff}")
 
