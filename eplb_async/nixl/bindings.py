@@ -1,30 +1,28 @@
-"""The one importer of NIXL: finds the installed variant, folds its exceptions and states into ours."""
+"""NIXL's agent behind our interface: folds its exceptions and states into ours."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from eplb_async import descriptors
-from eplb_async.errors import EplbError, NixlPeerDisconnected, NixlTransferFailed
-from eplb_async.nixl import environment
+from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed
+from eplb_async.nixl import environment, variants
 from eplb_async.nixl.native import Descriptors, Extent, Handle, State
+from eplb_async.nixl.variants import Variant
 
-_VARIANTS = ("nixl", "nixl_rocm", "rixl")
 _STATES = {"DONE": State.DONE, "PROC": State.PROC}
 _FINDING = ("create", "add", "connect")  # where UCX looks for a way, and may not say which it has not found
 _MOVED_SECONDS = 40e-6  # an empty poll takes about 1 µs, 20 with cold caches; one this long was moving bytes
 _making = threading.Lock()  # what appears while an agent is made is that agent's
-_modules: tuple[ModuleType, ModuleType] | None = None
+_loaded: Variant | None = None
 
 
 def _renew() -> None:
@@ -35,7 +33,7 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def load() -> tuple[ModuleType, ModuleType]:
+def load() -> tuple[Any, Any]:
     """Import NIXL.
 
     Returns:
@@ -44,23 +42,22 @@ def load() -> tuple[ModuleType, ModuleType]:
     Raises:
         EplbError: No variant is installed, or the one installed does not load.
     """
-    global _modules
-    if _modules is None:
+    global _loaded
+    if _loaded is None:
         environment.prepare()
-        tried = []
-        for variant in _VARIANTS:
-            try:
-                package = importlib.import_module(variant)
-                _modules = (
-                    importlib.import_module(f"{package.__name__}._api"),
-                    importlib.import_module(f"{package.__name__}._bindings"),
-                )
-                break
-            except ImportError as error:
-                tried.append(f"{variant}: {error}")
-        else:
-            raise EplbError("NIXL is not usable; `pip install nixl`. Tried " + "; ".join(tried))
-    return _modules
+        _loaded = variants.find()
+    return _loaded.api, _loaded.bindings
+
+
+def variant() -> Variant:
+    """Import NIXL, and say which it is: name and version of the package that was really loaded.
+
+    Raises:
+        EplbError: As ``load`` raises it.
+    """
+    load()
+    assert _loaded is not None
+    return _loaded
 
 
 class NixlNative:
