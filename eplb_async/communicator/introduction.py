@@ -15,6 +15,7 @@ from eplb_async.communicator.members import Identity, Member, Roster, start_of
 from eplb_async.core import messages
 from eplb_async.core.layout import Layout, compare
 from eplb_async.core.placement import Placement
+from eplb_async.core.plan import PLAN_VERSION
 from eplb_async.core.text import one_line
 from eplb_async.core.wire import MAX_BLOB
 from eplb_async.errors import CommunicatorBusy, HandshakeError
@@ -24,6 +25,12 @@ from eplb_async.settings import Settings
 
 _log = logging.getLogger("eplb_async.introduction")
 _SHOWN = 4
+
+
+def agreed(settings: Settings) -> dict[str, str]:
+    """What all ranks must have alike, or their plans are not one: settings by name, and the plan's version."""
+    steps = {"step_margin": str(settings.step_margin)} if settings.activation == "step" else {}
+    return {"verify": settings.verify, "activation": settings.activation, **steps, "plan version": str(PLAN_VERSION)}
 
 
 class Introducer:
@@ -92,6 +99,7 @@ class Introducer:
                 metadata=endpoint.metadata(),
                 layout=self.layout.to_plain(),
                 placement_digest=self._placement_digest,
+                agreed=agreed(self._settings),
                 term=term,
                 version=version,
                 num_logical=placement.num_logical,
@@ -138,9 +146,11 @@ class Introducer:
             incarnation: Incarnation that it must name, or None for any.
 
         Raises:
-            HandshakeError: The blob is bad, or the rank's layout or placement is not ours; says how.
+            HandshakeError: The blob is bad, or the rank's layout, settings or placement are not ours; says how.
         """
         intro = self.check(rank, blob, newer_than=newer_than)
+        if others := self._others(intro):
+            raise HandshakeError(f"rank {rank} has other settings: {others}; give all ranks the same")
         try:
             layout = Layout.from_plain(intro.layout, like=self.layout)
         except ValueError as error:
@@ -163,6 +173,14 @@ class Introducer:
         if replaced is not None and replaced.peer.name != peer.name:
             endpoint.retire_peer(replaced.peer)
         return member
+
+    def _others(self, intro: Introduction) -> str:
+        """What the rank has other than we do of what must be alike, with both values."""
+        ours, theirs, unused = agreed(self._settings), intro.agreed, "not used"
+        names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)][:_SHOWN]
+        return ", ".join(
+            f"{name} is {theirs.get(name, unused)} there and {ours.get(name, unused)} here" for name in names
+        )
 
     async def meet(self, member: Member) -> None:
         """Say Hello, and wait until the rank has said it to this incarnation of ours."""

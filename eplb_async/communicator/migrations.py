@@ -13,6 +13,7 @@ from eplb_async.communicator.attempt import Attempt
 from eplb_async.communicator.delays import Delays
 from eplb_async.communicator.driver import Driver
 from eplb_async.communicator.ending import Ending
+from eplb_async.communicator.introduction import agreed
 from eplb_async.communicator.loading import Loader
 from eplb_async.communicator.members import Roster
 from eplb_async.communicator.report import MigrationReport
@@ -20,7 +21,7 @@ from eplb_async.communicator.room import needs_of
 from eplb_async.communicator.runs import Runs
 from eplb_async.core import messages
 from eplb_async.core.placement import Placement
-from eplb_async.core.plan import PLAN_VERSION, MigrationPlan, plan
+from eplb_async.core.plan import MigrationPlan, plan
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import MigrationAborted, PlacementError
 from eplb_async.weights import ExpertWeights, Staging
@@ -182,11 +183,10 @@ class Migrations:
 
         So all ranks learn that it refuses, however late they join, and no READ is posted.
         """
-        session, settings = self._session, self._session.settings
+        session = self._session
         refuser = self._driver.identity.rank if refuses else -1
-        margin = -1 if session.steps is None else settings.step_margin  # what is a hold to one must be one to all
         nodes = sorted(self._nodes(wanted.members).items())
-        rest = (PLAN_VERSION, wanted.members, nodes, settings.verify, margin, refuser)
+        rest = (wanted.members, nodes, sorted(agreed(session.settings).items()), refuser)
         digest = hashlib.blake2b(repr(rest).encode(), digest_size=16 - messages.VERSION_BYTES).digest()
         return (wanted.old.digest(), wanted.new.digest(), digest + session.version.to_bytes(messages.VERSION_BYTES))
 

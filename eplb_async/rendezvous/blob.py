@@ -23,7 +23,7 @@ from msgspec import Meta
 from eplb_async.core.text import is_one_line, one_line
 
 MAX_BLOB_BYTES = 4 << 20
-VERSION = 1
+VERSION = 2
 KEY_SIZE = 32
 
 _MAGIC = b"EPLB"
@@ -44,6 +44,9 @@ _Layout = Annotated[
     tuple[Annotated[tuple[_Tensor, ...], Meta(max_length=_MAX_TENSORS)], ...], Meta(max_length=_MAX_LAYERS)
 ]
 
+_Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
+_Texts = Annotated[dict[_Text, _Text], Meta(max_length=16)]
+
 
 class BlobError(ValueError):
     """An introduction is refused; the message is a short reason that fits behind "rank 3: "."""
@@ -61,6 +64,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         metadata: NIXL's agent metadata, opaque.
         layout: Where its rows are, as ``Layout.to_plain`` gives it; its numbers are checked by the caller.
         placement_digest: Digest of the placement it was opened with.
+        agreed: Its values of what all ranks must have alike, by name.
         node: Host label.
         term: Term of its view; 0 while it opens.
         version: Version of its weights.
@@ -78,6 +82,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metadata: bytes
     layout: _Layout
     placement_digest: bytes
+    agreed: _Texts = {}  # msgspec copies it
     node: str = ""
     term: int = 0
     version: int = 0
@@ -206,6 +211,9 @@ def _problems(intro: Introduction) -> Iterator[str]:
             yield f"{what} has {len(text)} characters, {_MAX_TEXT} are allowed"
         if not is_one_line(text):
             yield f"{what} {text[:_MAX_TEXT]!r} is not one line"
+    for text in (*intro.agreed, *intro.agreed.values()):
+        if not is_one_line(text):
+            yield f"setting {text!r} is not one line"
     if not intro.metadata:
         yield "no NIXL metadata"
     if len(intro.placement_digest) not in _DIGEST_SIZES:

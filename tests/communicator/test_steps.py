@@ -17,6 +17,7 @@ from eplb_async.core.placement import Placement
 from eplb_async.errors import (
     ActivationTimeout,
     CommunicatorClosed,
+    HandshakeError,
     MigrationAborted,
     MigrationTimeout,
     NixlTransferTimeout,
@@ -185,16 +186,25 @@ def test_a_callback_that_fails_is_counted_and_changes_nothing(caplog: pytest.Log
 
 
 def test_ranks_must_mean_the_same_by_a_step() -> None:
-    """One applies at once, or with another margin: no migration, and it says what differs."""
+    """One applies at once, or with another margin: no rank opens, and each says what differs, with both values."""
 
-    async def main(other: Settings) -> None:
-        async with LocalCluster(OLD, settings=[settings(), other]) as c:
-            for error in await c.migrate(NEW):
-                assert isinstance(error, MigrationAborted)
-                assert "the plan settings of rank 1 differ" in str(error)
+    async def main(other: Settings, *says: str) -> None:
+        with pytest.raises(HandshakeError) as caught:
+            async with LocalCluster(OLD, settings=[settings(), other]):
+                pass
+        said = str(caught.value)
+        assert "has other settings: " in said
+        assert [word for word in says if word not in said] == []
 
-    for other in (settings(step_margin=3), settings(activation="immediate")):
-        run(main(other))
+    run(main(settings(step_margin=3), "step_margin is 3 there and 2 here"))
+    run(
+        main(
+            settings(activation="immediate"),
+            "activation is immediate there and step here",
+            "step_margin is not used there and 2 here",
+        )
+    )
+    run(main(settings(verify="off"), "verify is off there and identity here"))
 
 
 def test_steps_that_are_not_used_or_not_closed_are_refused() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_async.rendezvous import BlobError, Introduction, open_sealed, seal
+from eplb_async.rendezvous.blob import VERSION
 
 KEY = bytes(range(32))
 INTRO = Introduction(
@@ -22,6 +23,7 @@ INTRO = Introduction(
     incarnation=3,
     node="host-a",
     metadata=b"\0nixl metadata\xff" * 9,
+    agreed={"verify": "identity"},
     layout=((("w13", 2 << 20, 2 << 20, 4, (1024, 1024), (1024, 1), "bfloat16", "cpu", 0x7F0000000000),), ()),
     placement_digest=b"p" * 16,
 )
@@ -32,7 +34,7 @@ def altered(**changes: Any) -> Introduction:
     return msgspec.structs.replace(INTRO, **changes)
 
 
-def forged(payload: bytes, *, magic: bytes = b"EPLB", version: int = 1, key: bytes = KEY) -> bytes:
+def forged(payload: bytes, *, magic: bytes = b"EPLB", version: int = VERSION, key: bytes = KEY) -> bytes:
     """A blob with any content and a right digest, as a member of the job could make."""
     signed = struct.pack(">4sHI", magic, version, len(payload)) + payload
     return signed + hmac.digest(key, signed, "sha256")
@@ -69,7 +71,7 @@ def test_one_bit_changed_anywhere() -> None:
         (b"hello", "not an introduction"),
         (b"hello world" * 100, "not an introduction"),
         (BLOB + b"x", "too long: "),
-        (forged(as_payload(), version=2), "another version: 2, this rank speaks 1"),
+        (forged(as_payload(), version=VERSION + 1), f"another version: {VERSION + 1}, this rank speaks {VERSION}"),
         (forged(as_payload(), key=b"k" * 32), "wrong secret or forged: keyed digest differs"),
         (forged(b""), "malformed"),
         (forged(b"\x93\x01\x02\x03"), "malformed"),
@@ -102,6 +104,7 @@ def test_garbage_says_what_it_is(data: bytes, says: str) -> None:
         ({"agent": "x" * 257}, "agent has 257 characters"),
         ({"agent": "x\nERROR y"}, r"agent 'x\\nERROR y' is not one line"),
         ({"node": "\x1b[31m"}, "node .* is not one line"),
+        ({"agreed": {"verify": "off\nERROR y"}}, r"setting 'off\\nERROR y' is not one line"),
         ({"node": "x" * 257}, "node has 257 characters"),
         ({"metadata": b""}, "no NIXL metadata"),
         ({"placement_digest": b""}, "placement digest of 0 bytes"),

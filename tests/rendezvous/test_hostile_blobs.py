@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from eplb_async.core.layout import Layout
 from eplb_async.errors import HandshakeError
 from eplb_async.rendezvous import BlobError, FileRendezvous, Introduction, open_sealed, seal
+from eplb_async.rendezvous.blob import VERSION
 from eplb_async.rendezvous.keys import join
 from eplb_async.testing.cluster import MemoryRendezvous
 
@@ -39,12 +40,13 @@ def intro(**changes: Any) -> Introduction:
         metadata=bytes(range(256)),
         layout=((TENSOR, TENSOR), (TENSOR,)),
         placement_digest=b"p" * 16,
+        agreed={"verify": "identity"},
     )
     return msgspec.structs.replace(plain, **changes)
 
 
 def sign(payload: bytes) -> bytes:
-    signed = struct.pack(">4sHI", b"EPLB", 1, len(payload)) + payload
+    signed = struct.pack(">4sHI", b"EPLB", VERSION, len(payload)) + payload
     return signed + hmac.digest(KEY, signed, "sha256")
 
 
