@@ -5,8 +5,9 @@ Names are loaded when they are first used, so importing the package needs neithe
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from eplb_async._lazy import lazy
 
 if TYPE_CHECKING:
     from eplb_async.communicator import AsyncEplbCommunicator, Health, MigrationReport
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     )
     from eplb_async.nixl import AsyncNixlAgent
     from eplb_async.rendezvous import Rendezvous
-    from eplb_async.service import EplbService, RebalanceReport, ServiceHealth, ServiceSettings
+    from eplb_async.service import EplbService, RebalanceReport, ServiceHealth
+    from eplb_async.service_settings import ServiceSettings
     from eplb_async.settings import Settings
 
 _HOME = {
@@ -68,7 +70,7 @@ _HOME = {
     "RebalanceTimeout": "errors",
     "Rendezvous": "rendezvous",
     "ServiceHealth": "service",
-    "ServiceSettings": "service",
+    "ServiceSettings": "service_settings",
     "Settings": "settings",
     "TransferError": "errors",
     "WeightsError": "errors",
@@ -109,10 +111,5 @@ __all__ = [
     "WeightsError",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOME)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from eplb_async._lazy import lazy
 from eplb_async.telemetry.event import EVENTS, Event, Hook
 
 if TYPE_CHECKING:
@@ -15,10 +15,5 @@ __all__ = ["EVENTS", "Event", "Hook", "PrometheusHook", "logging_hook"]
 
 _HOME = {"PrometheusHook": "prometheus", "logging_hook": "logging"}
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOME)
