@@ -16,6 +16,7 @@ _COMMANDS = {
     "demo": ("eplb_async.demo.command", "move experts between real ranks on this machine, and check"),
     "bench": ("eplb_async.bench.command", "compare the library with plainer ways of moving the same bytes"),
     "plan": ("eplb_async.planning.command", "show what a migration between two placements would move"),
+    "doctor": ("eplb_async.doctor.command", "look for what is wrong with a machine, its settings and its peers"),
 }
 
 

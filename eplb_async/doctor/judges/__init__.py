@@ -1,0 +1,1 @@
+"""Pure judges: facts in, findings out."""
