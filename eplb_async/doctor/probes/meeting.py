@@ -124,9 +124,10 @@ class Meeting:
             raise HandshakeError(
                 f"says it is rank {hello.rank} of {hello.ep_size}, not {peer} of {self._hello.ep_size}"
             )
-        answer = self._mac(b"answer", hello.nonce)
-        await self._call(lambda: self._rendezvous.set(self._answer(self._hello.rank, peer), answer))
-        await self._until(self._answer(peer, self._hello.rank), self._mac(b"answer", self._hello.nonce))
+        # Of both nonces: an answer to our newest hello is no proof that theirs, which we hold, is their newest.
+        ours = self._mac(b"answer", self._hello.nonce + hello.nonce)
+        await self._call(lambda: self._rendezvous.set(self._answer(self._hello.rank, peer), ours))
+        await self._until(self._answer(peer, self._hello.rank), self._mac(b"answer", hello.nonce + self._hello.nonce))
         self.met[peer] = hello
 
     async def _until(self, key: str, value: bytes) -> None:

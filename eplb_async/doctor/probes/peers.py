@@ -73,7 +73,7 @@ def peers(
 
 def _trouble(meeting: Meeting, store: Rendezvous, where: str, peer: int, why: str, has_secret: bytes) -> dict[str, str]:
     kind = meeting.kind(peer)
-    if kind == "absent" and (lacks := _lacks_secret(store, f"{where}/secret/{peer}", has_secret)):
+    if kind != "silent" and (lacks := _lacks_secret(store, f"{where}/secret/{peer}", has_secret)):
         return {"kind": "secret", "why": str(lacks)}
     return {"kind": kind, "why": why}
 
