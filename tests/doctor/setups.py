@@ -40,16 +40,16 @@ def mounts() -> bool:
     return run([*TINY_SHM, "true"]).returncode == 0
 
 
-def children_of(pid: int) -> list[str]:
-    """Command lines of probes that a process has started and that live."""
-    found = []
+def children_of(pid: int) -> dict[int, str]:
+    """Probes that a process has started and that live, by their process ids."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
         if "eplb_async.doctor.child" in words and str(pid) in words:
-            found.append(" ".join(words))
+            found[int(path.parent.name)] = words[words.index(str(pid)) + 2]
     return found
 
 

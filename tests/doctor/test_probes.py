@@ -66,9 +66,9 @@ def test_a_nixl_that_hangs_is_given_up(tmp_path: Path) -> None:
     """At the deadline, and it says so."""
     environ = fake_nixl(tmp_path, "import time; time.sleep(600)")
     began = time.monotonic()
-    finding = nixl(environ, limit=1.0)
+    finding = nixl(environ, limit=0.5)
     assert finding.status is Status.FAILED
-    assert "no answer within 1.0 s" in finding.found
+    assert "no answer within 0.5 s" in finding.found
     assert time.monotonic() - began < LIMIT
 
 
@@ -155,7 +155,7 @@ def test_ranks_of_one_secret_meet_again_and_again(tmp_path: Path) -> None:
 
 def test_a_wrong_secret_is_told_from_a_missing_rank(tmp_path: Path) -> None:
     """On both sides."""
-    for rank, answer in enumerate(together(f"file://{tmp_path}/r", list(SECRETS), 5.0)):
+    for rank, answer in enumerate(together(f"file://{tmp_path}/r", list(SECRETS), 4.0)):
         [finding] = judged(answer, rank)
         assert finding.facts == {"kind": "secret", "ranks": [1 - rank]}
         assert "EPLB_ASYNC_SECRET" in finding.remedy
@@ -188,7 +188,7 @@ def test_a_rendezvous_that_nobody_hosts() -> None:
     store = TcpRendezvous.host("127.0.0.1", 0, timeout=10.0, secret=None)
     url = store.url
     store.close()
-    with meet(url, 1, seconds=4.0) as child:
+    with meet(url, 1, seconds=3.0) as child:
         [finding] = judged(child.last(LIMIT), 1)
     assert finding.facts["kind"] == "unreachable"
     assert "Connection refused" in finding.found
