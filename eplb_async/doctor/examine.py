@@ -62,8 +62,9 @@ def examine(question: Question) -> Iterator[Finding]:
     yield settings
     plugins = environment.plugin_folders(host.environ)
     suspects = [environment.interfaces(host), *environment.ucx(host.environ, plugins)]
-    torch = ask("software.torch", {}, limit=budget.share())
-    nixl = ask("software.nixl", {}, limit=budget.share())
+    with Child("software.torch", {}) as loading:  # both take a second, on a core each
+        nixl = ask("software.nixl", {}, limit=budget.share())
+        torch = loading.last(budget.share())
     yield software.nixl(nixl.found, nixl.problem, nixl.log, [s.remedy for s in suspects if s.status is Status.FAILED])
     devices: int = torch.found.get("devices", 0)
     yield software.gpu(torch.found, torch.problem, nixl.found.get("memory", []))

@@ -77,19 +77,7 @@ def test_two_ranks_here_and_what_is_true_of_this_machine() -> None:
 
 
 @pytest.mark.faults
-def test_all_checks_in_text() -> None:
-    """A line for each, plain where there is no terminal."""
-    done = run([*DOCTOR, "--floor-gbps", "0.001"])
-    assert done.returncode == 0, done.stdout
-    lines = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
-    assert "\x1b" not in done.stdout
-    assert lines[-1].endswith(" 0 failed")
-    for check in ALL_ALONE:
-        assert any(line.split(" ", 1)[1].strip().startswith(f"{check} ") for line in lines[:-1]), check
-
-
-@pytest.mark.faults
-def test_broken_setups_are_told_with_their_remedy(tmp_path: Path) -> None:
+def test_broken_setups_are_told_with_their_remedy() -> None:
     """And every other check has run all the same."""
     wrong = run([*DOCTOR, "--json"], {"UCX_NET_DEVICES": "nosuch0", "EPLB_ASYNC_NOPE": "1"})
     found = findings(wrong)
@@ -98,20 +86,23 @@ def test_broken_setups_are_told_with_their_remedy(tmp_path: Path) -> None:
     assert "nosuch0" in found["network"]["found"]
     assert found["nixl"]["remedy"] == found["network"]["remedy"]
     assert "EPLB_ASYNC_NOPE" in found["settings"]["found"]
-    missing = findings(run([*DOCTOR, "--json"], {"NIXL_PLUGIN_DIR": str(tmp_path)}))
-    assert "NIXL_PLUGIN_DIR" in missing["environment"]["found"]
-    assert missing["read"]["status"] == "failed"
 
 
 @pytest.mark.faults
 def test_a_container_that_refuses_ptrace_and_has_no_shared_memory() -> None:
-    """It works, so these are warnings; what really carried the READs is told."""
+    """It works, so these are warnings; what really carried the READs is told, in plain text where no terminal is."""
     shm = TINY_SHM if mounts() else []
-    found = findings(run([*shm, *NO_PTRACE, *DOCTOR, "--json", "--floor-gbps", "0.001"]))
-    assert found["cma"]["status"] == "warning"
-    assert found["read"]["status"] == "warning"
-    assert found["read"]["facts"]["carriers"][0].startswith("tcp/")
-    assert found["shm"]["status"] == ("warning" if shm else found["shm"]["status"])
+    done = run([*shm, *NO_PTRACE, *DOCTOR, "--floor-gbps", "0.001"])
+    assert done.returncode == 0, done.stdout
+    assert "\x1b" not in done.stdout
+    *lines, counts = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert counts.endswith(" 0 failed")
+    told = {check: line for line in lines for check in ALL_ALONE if line[9:].startswith(f"{check}  ")}
+    assert list(told) == ALL_ALONE
+    assert told["cma"].startswith("warning")
+    assert told["read"].startswith("warning")
+    assert "by tcp/" in told["read"]
+    assert not shm or told["shm"].startswith("warning")
 
 
 @pytest.mark.faults
@@ -120,7 +111,7 @@ def test_a_nixl_that_hangs_keeps_no_other_check_from_running(tmp_path: Path) -> 
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").write_text("import time; time.sleep(600)")
     began = time.monotonic()
-    found = findings(run([*DOCTOR, "--json", "--timeout", "16"], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}))
+    found = findings(run([*DOCTOR, "--json", "--timeout", "12"], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}))
     assert time.monotonic() - began < 60
     assert set(ALL_ALONE) <= set(found)
     assert "no answer" in found["nixl"]["found"]
@@ -181,7 +172,7 @@ def test_a_rank_that_dies_or_stops_is_named_and_waited_for_no_longer_than_was_sa
     """As soon as it has met the others; whoever reads from it says so."""
     url = f"file://{tmp_path}/r"
     environ = {"UCX_TLS": "tcp,self"}
-    doctors = [start(url, rank, 2, environ, "16") for rank in range(2)]
+    doctors = [start(url, rank, 2, environ, "12") for rank in range(2)]
     try:
         pid = _probe_of(doctors[1])
         os.kill(pid, stricken)

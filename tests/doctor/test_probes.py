@@ -166,7 +166,7 @@ def test_a_wrong_secret_is_told_from_a_missing_rank(tmp_path: Path) -> None:
 def test_a_secret_that_one_rank_lacks(tmp_path: Path) -> None:
     """Each says who has none."""
     for environs in ([SECRETS[0], {}], [{}, SECRETS[0]]):
-        for rank, answer in enumerate(together(f"file://{tmp_path}/{len(environs[0])}", environs, 5.0)):
+        for rank, answer in enumerate(together(f"file://{tmp_path}/{len(environs[0])}", environs, 3.5)):
             [finding] = judged(answer, rank)
             assert finding.facts["kind"] == "secret", (finding, answer.log)
             assert "has no EPLB_ASYNC_SECRET" in finding.found
@@ -177,7 +177,7 @@ def test_a_rank_that_never_comes_and_one_that_only_came_before(tmp_path: Path) -
     """Absent; and after a run of both, silent."""
     url = f"file://{tmp_path}/r"
     for kind in ("absent", "silent"):
-        with meet(url, 0, seconds=5.0) as alone:
+        with meet(url, 0, seconds=3.5) as alone:
             [finding] = judged(alone.last(LIMIT), 0)
         assert finding.facts == {"kind": kind, "ranks": [1]}
         together(url, [{}, {}], 40.0)
