@@ -63,16 +63,29 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
+        if arguments.settings:
+            return _settings(as_json=arguments.json)
         return _report(question, as_json=arguments.json)
     except KeyboardInterrupt:
         print("doctor: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _terminated(*_: Any) -> None:
     raise SystemExit(_TERMINATED)
+
+
+def _settings(*, as_json: bool) -> int:
+    from eplb_async.doctor import in_force, show
+
+    lines, refused = in_force.look(os.environ)
+    print(in_force.as_json(lines, refused) if as_json else in_force.as_text(lines, refused, show.width()), flush=True)
+    return 1 if refused else 0
 
 
 def _report(question: Question, *, as_json: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import re
 import resource
@@ -20,6 +21,7 @@ _NAMES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR",
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 1 << 14, 1 << 19
 _INFINITE = -1
 _SIOCGIFADDR = 0x8915
+_GLOBAL = "00"  # scope of an IPv6 address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class Host:
         memlock: Soft limit of locked memory; -1: none.
         nofile: Soft limit of file descriptors; -1: none.
         nofile_hard: Hard limit of file descriptors; -1: none.
-        interfaces: Network interfaces, with their address where they have an IPv4 one and are up.
+        interfaces: Network interfaces, with an address where they have one that others may reach and are up.
         rdma: RDMA devices.
         ptrace_scope: Yama's setting; None: this kernel has none.
         seccomp: Whether a seccomp filter is on this process.
@@ -114,6 +116,10 @@ def _address(interface: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         got = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(got[20:24])
+    for line in _read("/proc/net/if_inet6").splitlines():
+        address, _, _, scope, _, name = line.split()
+        if (name, scope) == (interface, _GLOBAL):
+            return str(ipaddress.IPv6Address(int(address, 16)))
     return ""
 
 

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from eplb_async.doctor.finding import Finding, Status, worst
 
-__all__ = ["as_json", "as_text", "summary"]
+__all__ = ["as_json", "as_text", "summary", "width"]
 
 _COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.FAILED: "31"}
 _HEAD = 22  # columns of status and check
@@ -35,8 +35,12 @@ def as_text(finding: Finding, out: TextIO = sys.stdout) -> str:
 def _wrapped(text: str, *, terminal: bool) -> list[str]:
     if not terminal:
         return [text]
-    width = max(40, min(_WIDEST, shutil.get_terminal_size().columns) - _HEAD)
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, max(40, width() - _HEAD), break_long_words=False, break_on_hyphens=False)
+
+
+def width() -> int:
+    """Columns to fill."""
+    return min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns)
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 import torch
 
 from eplb_async import cli
+from eplb_async.service_settings import ServiceSettings
+from eplb_async.settings import Settings
 from tests.doctor.setups import DOCTOR, NO_PTRACE, ROOT, TINY_SHM, children_of, environment, mounts, run
 from tests.procs import wait_until
 
@@ -193,3 +197,48 @@ def _probe_of(doctor: subprocess.Popen[str]) -> int:
     """Process id of its probe of the peers, once that runs."""
     wait_until(lambda: "peers.peers" in children_of(doctor.pid).values(), timeout=60.0, what="the probe of the peers")
     return next(pid for pid, probe in children_of(doctor.pid).items() if probe == "peers.peers")
+
+
+def test_every_setting_with_its_value_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it comes from, and never the text of a secret."""
+    secret = "do not show this to anybody"
+    given = {"SECRET": secret, "MAX_PAUSE": "0.004", "SERVICE_BACKOFF": "400", "SERVICE_BACKOFF_MAX": "500"}
+    for name, text in given.items():
+        monkeypatch.setenv(f"EPLB_ASYNC_{name}", text)
+    assert cli.main(["doctor", "--settings", "--json"]) == 0
+    out = capsys.readouterr().out
+    found = {setting["variable"]: setting for setting in json.loads(out)["settings"]}
+    assert len(found) == len(fields(Settings)) + len(fields(ServiceSettings))
+    assert {name for name, setting in found.items() if setting["source"] == "variable"} == {
+        f"EPLB_ASYNC_{name}" for name in given
+    }
+    assert found["EPLB_ASYNC_MAX_PAUSE"]["value"] == "0.004"
+    assert found["EPLB_ASYNC_SECRET"]["value"] == "set"
+    assert found["EPLB_ASYNC_VERIFY"]["value"] == "'identity'"
+    assert cli.main(["doctor", "--settings"]) == 0
+    text = capsys.readouterr().out
+    assert "EPLB_ASYNC_MAX_PAUSE = 0.004  [s: 0.0001 to 1; from the environment; default 0.008]" in text
+    assert secret not in out + text
+
+
+def test_settings_that_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its variable, beside the table; status 1."""
+    wrong = {"EPLB_ASYNC_NOPE": "1", "EPLB_ASYNC_MAX_PAUSE": "9", "EPLB_ASYNC_SECRET": "short"}
+    for name, text in (wrong | {"EPLB_ASYNC_SERVICE_BACKOFF": "400"}).items():
+        monkeypatch.setenv(name, text)
+    assert cli.main(["doctor", "--settings", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["refused"]) == {*wrong, "EPLB_ASYNC_SERVICE_BACKOFF"}
+    assert cli.main(["doctor", "--settings"]) == 1
+    text = capsys.readouterr().out
+    assert "EPLB_ASYNC_MAX_PAUSE = refused" in text
+    assert "short" not in text
+
+
+def test_the_doctor_imports_nothing_that_it_looks_at() -> None:
+    """A torch or NIXL that hangs as it is imported hangs a probe, and nothing else."""
+    code = (
+        "import sys; import eplb_async.doctor.examine, eplb_async.doctor.show, eplb_async.doctor.in_force\n"
+        "print({'torch', 'nixl', 'numpy', 'uvloop'} & set(sys.modules))"
+    )
+    assert run([sys.executable, "-c", code]).stdout == "set()\n"

@@ -116,7 +116,12 @@ def test_variables_of_the_library_are_refused_by_name() -> None:
     finding = environment.settings(wrong)
     told(finding, Status.FAILED, *wrong, "doctor --settings")
     assert "too short" not in finding.found
+    service = {"EPLB_ASYNC_SERVICE_BACKOFF": "400", "EPLB_ASYNC_SERVICE_BACKOFF_MAX": "500"}
     told(environment.settings({"EPLB_ASYNC_SERVICE_BACKOFF": "400"}), Status.FAILED, "backoff_max")
+    told(environment.settings(service), Status.OK)
+    assert environment.refusals(service | wrong).keys() == wrong.keys()
+    apart = {"EPLB_ASYNC_SERVICE_BACKOFF": "250", "EPLB_ASYNC_SERVICE_BACKOFF_MAX": "200"}
+    assert environment.refusals(apart | wrong).keys() == {*wrong, "ServiceSettings"}
     told(environment.settings({"EPLB_ASYNC_PROGRESS_THREAD": "1"}), Status.WARNING, "core")
     told(environment.settings({"UCX_TLS": "tcp"}), Status.OK)
 

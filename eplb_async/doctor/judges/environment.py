@@ -8,32 +8,44 @@ from pathlib import Path
 
 from eplb_async.doctor.finding import Finding, failed, ok, warning
 from eplb_async.doctor.host import Host
-from eplb_async.service.settings import ServiceSettings
-from eplb_async.settings import SERVICE_PREFIX, Settings
+from eplb_async.service_settings import ServiceSettings
+from eplb_async.settings import Settings
+from eplb_async.variables import PREFIX
 
-__all__ = ["allocator", "interfaces", "settings", "ucx"]
+__all__ = ["allocator", "interfaces", "plugin_folders", "refusals", "settings", "ucx"]
 
 _SLOW_LEVELS = ("DEBUG", "TRACE", "DATA", "ASYNC", "FUNC", "POLL", "REQ")
-_CARRIERS = re.compile(r"^(tcp|ib|rc\w*|dc\w*|ud\w*|srd\w*|all)$")
+_NO_CARRIERS = re.compile(r"^(self|sm|shm|mm|posix|sysv|xpmem|knem|cma|gdr_copy|(cuda|rocm|ze)(_copy|_ipc|_gdr)?)$")
+
+
+def refusals(environ: Mapping[str, str]) -> dict[str, str]:
+    """Why the library refuses its variables, each by its name; by the record where two do not go together."""
+    refused: dict[str, str] = {}
+    for kind in (Settings, ServiceSettings):
+        sound: dict[str, str] = {}
+        wrong = {name: why for name, text in environ.items() if (why := _refused(kind, {name: text}))}
+        for name, text in sorted(environ.items(), key=lambda item: item[0] in wrong):
+            if name not in wrong or not _refused(kind, sound | {name: text}):  # right beside the others, perhaps
+                sound[name] = text
+                wrong.pop(name, None)
+        refused |= wrong
+        if why := _refused(kind, sound):
+            refused[kind.__name__] = why
+    return refused
+
+
+def _refused(kind: type[Settings] | type[ServiceSettings], environ: Mapping[str, str]) -> str:
+    try:
+        kind.from_env(environ)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def settings(environ: Mapping[str, str]) -> Finding:
     """Judge the library's own variables: all that are refused, by name, and switches that cost."""
-    ours = {name: text for name, text in environ.items() if name.startswith("EPLB_ASYNC_")}
-    refused = []
-    for name, text in ours.items():
-        kind = ServiceSettings if name.startswith(SERVICE_PREFIX) else Settings
-        try:
-            kind.from_env({name: text})
-        except ValueError as error:
-            why = str(error).partition("; known:")[0]
-            refused.append(why if why.startswith(name) else f"{name}: {why}")
-    if not refused:
-        for kind in (Settings, ServiceSettings):
-            try:
-                kind.from_env(ours)  # two that do not go together
-            except ValueError as error:
-                refused.append(str(error))
+    ours = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
+    refused = [why if name in why else f"{name}: {why}" for name, why in refusals(ours).items()]
     facts = {"variables": sorted(ours), "refused": refused}
     if refused:
         return failed(
@@ -74,7 +86,7 @@ def ucx(environ: Mapping[str, str], plugin_in: Mapping[str, bool]) -> Iterator[F
         return
     tls = environ.get("UCX_TLS", "")
     names = [name.partition(":")[0] for name in tls.lower().removeprefix("^").split(",") if name]
-    if names and (("tcp" in names) if tls.startswith("^") else not any(map(_CARRIERS.match, names))):
+    if names and (("tcp" in names) if tls.startswith("^") else all(map(_NO_CARRIERS.match, names))):
         yield failed(
             "environment",
             f"UCX_TLS={tls} leaves no transport that NIXL can use: it needs one that reports a peer's death, "
