@@ -20,7 +20,7 @@ Exit status: 0 if all is well or there are only warnings, 1 if something failed,
 start it on every rank at the same time: under torchrun nothing more is needed, otherwise give --rendezvous, --rank and
 --ep-size. Without these, --peers starts two ranks on this machine. See docs/doctor.md.
 """
-_DEFAULT_TIMEOUT, _DEFAULT_FLOOR = 60.0, 0.5
+_DEFAULT_TIMEOUT, _DEFAULT_FLOOR = 60.0, 0.25
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _INTERRUPTED, _TERMINATED = 130, 143
 
@@ -94,13 +94,13 @@ def _report(question: Question, *, as_json: bool) -> int:
     from eplb_async.doctor.finding import Finding, Status, worst
 
     findings: list[Finding] = []
+    rank = f"rank {question.rank}: " if question.rendezvous else ""
     brief = question.peers and question.rank > 0  # rank 0 tells the rest
     for finding in examine(question):
         findings.append(finding)
         if not as_json and not (brief and finding.status is Status.OK and not finding.check.startswith("peer")):
-            rank = f"rank {question.rank}: " if question.rendezvous else ""
             print(rank + show.as_text(finding), flush=True)
-    print(show.as_json(findings) if as_json else show.summary(findings), flush=True)
+    print(show.as_json(findings) if as_json else f"{rank}{show.summary(findings)}", flush=True)
     return 1 if worst(findings) is Status.FAILED else 0
 
 

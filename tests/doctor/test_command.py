@@ -67,7 +67,7 @@ def test_arguments_that_are_none(arguments: list[str]) -> None:
 
 def test_two_ranks_here_and_what_is_true_of_this_machine() -> None:
     """``--peers`` without more: each reads from the other, by what this machine has."""
-    found = findings(run([*DOCTOR, "--peers", "--json", "--floor-gbps", "0.001"]))
+    found = findings(run([*DOCTOR, "--peers", "--json", "--floor-gbps", "0.001", "--timeout", "80"]))
     assert {"peer 0", "peer 1", "rendezvous", "peers"} <= set(found)
     assert found["gpu"]["facts"]["devices"] == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert bool(found["network"]["facts"]["rdma"]) == Path("/sys/class/infiniband").exists()

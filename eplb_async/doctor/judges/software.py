@@ -59,7 +59,10 @@ def nixl(found: Mapping[str, Any], problem: str, log: str, suspects: list[str]) 
     version = re.search(r"Version (\d[\w.]*) \(loaded from", log)
     facts["ucx_version"] = version[1] if version else ""
     if not found:
-        return failed("nixl", f"does not load: {problem}", "pip install nixl; on ROCm its nixl_rocm or rixl", **facts)
+        remedy = "pip install nixl; on ROCm its nixl_rocm or rixl"
+        if "NIXL is not usable" not in problem:  # it is there, and hangs or kills its process
+            remedy = "python -c 'import nixl' says more; give --timeout more, or install NIXL anew"
+        return failed("nixl", f"does not load: {problem}", remedy, **facts)
     where = f"plugins in {found['plugin_dir']}"
     if "UCX" not in found["plugins"]:
         there = f"of UCX not among {', '.join(found['plugins'])}" if found["plugins"] else "none"
