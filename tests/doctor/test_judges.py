@@ -169,7 +169,7 @@ def test_refused_ptrace_says_what_refuses_it() -> None:
     """Yama, a seccomp filter, or neither: each has its remedy."""
     refused = {"allowed": False, "errno": 1, "error": "Operation not permitted"}
     told(machine.cma({"allowed": True, "errno": 0, "error": ""}, "", HOST), Status.OK)
-    told(machine.cma(refused, "", replace(HOST, ptrace_scope=1)), Status.WARNING, "ptrace_scope is 1", "SYS_PTRACE")
+    told(machine.cma(refused, "", replace(HOST, ptrace_scope=2)), Status.WARNING, "ptrace_scope is 2", "SYS_PTRACE")
     told(machine.cma(refused, "", replace(HOST, seccomp=True)), Status.WARNING, "seccomp", "not permitted")
     told(machine.cma(refused, "", HOST), Status.WARNING, "SYS_PTRACE")
     told(machine.cma({}, "no answer within 5.0 s", HOST), Status.WARNING, "no answer")

@@ -47,8 +47,8 @@ def cma(found: Mapping[str, Any], problem: str, host: Host) -> Finding:
         return warning(
             "cma",
             f"refused: {why}; kernel.yama.ptrace_scope is {host.ptrace_scope}",
-            f"{remedy}sysctl kernel.yama.ptrace_scope=0, or give the container CAP_SYS_PTRACE (--cap-add SYS_PTRACE; "
-            "Kubernetes: securityContext.capabilities.add)",
+            f"{remedy}sysctl kernel.yama.ptrace_scope=1 on the host (3 lasts until it boots), or give the container "
+            "CAP_SYS_PTRACE (--cap-add SYS_PTRACE; Kubernetes: securityContext.capabilities.add)",
             **facts,
         )
     if host.seccomp:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _WORD = b"eplb-async doctor"
+_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 class _Block(ctypes.Structure):
@@ -18,12 +19,16 @@ def cma() -> Iterator[dict[str, Any]]:
     """Fork a process, and read its memory from a sibling, which is what ranks are to each other."""
     memory = ctypes.create_string_buffer(_WORD)
     blocked, goes_on = os.pipe()
+    ready, tells = os.pipe()
     read = os.fork()
     if read == 0:
         os.close(goes_on)
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # as UCX does, so that Yama's scope 1 does no harm
+        os.write(tells, b"1")
         os.read(blocked, 1)  # until nobody has the other end
         os._exit(0)
     os.close(blocked)
+    os.read(ready, 1)
     answer, told = os.pipe()
     reader = os.fork()
     if reader == 0:

@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from eplb_async.core.text import is_one_line
 from eplb_async.errors import HandshakeError
 from eplb_async.rendezvous import Rendezvous
 from eplb_async.rendezvous.exchange import exchange
@@ -120,6 +121,8 @@ class Meeting:
             hello = msgspec.msgpack.decode(body, type=Hello)
         except msgspec.MsgspecError as error:
             raise HandshakeError(f"its hello is of another version of the library: {error}") from None
+        if not is_one_line(hello.node):
+            raise HandshakeError(f"says that its host is {hello.node!r}")
         if (hello.rank, hello.ep_size) != (peer, self._hello.ep_size):
             raise HandshakeError(
                 f"says it is rank {hello.rank} of {hello.ep_size}, not {peer} of {self._hello.ep_size}"
