@@ -96,6 +96,11 @@ class Child:
         finally:
             os.close(theirs)
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def receive(self, limit: float) -> Answer:
         """The next answer; blocks for ``limit`` seconds at most."""
         deadline = time.monotonic() + limit

@@ -115,7 +115,7 @@ def test_a_nixl_that_hangs_keeps_no_other_check_from_running(tmp_path: Path) -> 
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").write_text("import time; time.sleep(600)")
     began = time.monotonic()
-    found = findings(run([*DOCTOR, "--json", "--timeout", "12"], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}))
+    found = findings(run([*DOCTOR, "--json", "--timeout", "9"], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}))
     assert time.monotonic() - began < 60
     assert set(ALL_ALONE) <= set(found)
     assert "no answer" in found["nixl"]["found"]
@@ -141,10 +141,10 @@ def test_interrupted_it_ends_at_once_with_its_children(number: signal.Signals, c
     assert [path.name for path in tmp_path.iterdir()] == ["nixl"]
 
 
-def start(url: str, rank: int, ep_size: int, environ: Mapping[str, str], timeout: str = "40") -> subprocess.Popen[str]:
+def start(url: str, rank: int, ep_size: int, environ: Mapping[str, str]) -> subprocess.Popen[str]:
     arguments = ["--peers", "--json", "--rendezvous", url, "--rank", str(rank), "--ep-size", str(ep_size)]
     return subprocess.Popen(
-        [*DOCTOR, *arguments, "--timeout", timeout, "--floor-gbps", "0.001"],
+        [*DOCTOR, *arguments, "--timeout", "60", "--floor-gbps", "0.001"],
         env=environment(environ), cwd=ROOT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -166,37 +166,6 @@ def test_three_ranks_over_tcp_read_from_each_other(tmp_path: Path) -> None:
         assert {check for check in found if check.startswith("peer ")} == {f"peer {peer}" for peer in peers}
         assert all(found[f"peer {peer}"]["facts"]["carrier"].startswith("tcp/") for peer in peers)
         assert found["peers"]["facts"]["slowest"] in peers
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("stricken", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_stops_is_named_and_waited_for_no_longer_than_was_said(
-    stricken: signal.Signals, tmp_path: Path
-) -> None:
-    """As soon as it has met the others; whoever reads from it says so."""
-    url = f"file://{tmp_path}/r"
-    environ = {"UCX_TLS": "tcp,self"}
-    doctors = [start(url, rank, 2, environ, "12") for rank in range(2)]
-    try:
-        pid = _probe_of(doctors[1])
-        os.kill(pid, stricken)
-        found = report(doctors[0])
-        assert {found[check]["status"] for check in found if check.startswith(("peer", "rendezvous"))} >= {"failed"}
-        wrong = [found[check] for check in ("rendezvous", "peer 1") if check in found]
-        assert any("rank 1" in each["found"] or "no READ" in each["found"] for each in wrong), wrong
-        found = report(doctors[1])
-        assert found["rendezvous"]["status"] == "failed" or found["peers"]["status"] == "failed"
-    finally:
-        for doctor in doctors:
-            doctor.kill()
-            doctor.wait(30)
-    wait_until(lambda: not any(children_of(doctor.pid) for doctor in doctors))
-
-
-def _probe_of(doctor: subprocess.Popen[str]) -> int:
-    """Process id of its probe of the peers, once that runs."""
-    wait_until(lambda: "peers.peers" in children_of(doctor.pid).values(), timeout=60.0, what="the probe of the peers")
-    return next(pid for pid, probe in children_of(doctor.pid).items() if probe == "peers.peers")
 
 
 def test_every_setting_with_its_value_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,15 +119,17 @@ def test_a_tiny_shared_memory() -> None:
     assert "--shm-size" in finding.remedy
 
 
-def meet(url: str, rank: int, *, seconds: float, environ: dict[str, str] | None = None, ep_size: int = 2) -> Child:
+def meet(
+    url: str, rank: int, *, seconds: float, environ: dict[str, str] | None = None, memory: str | None = None
+) -> Child:
     arguments = {
         "rendezvous": url,
         "rank": rank,
-        "ep_size": ep_size,
+        "ep_size": 2,
         "group": "g",
         "node": "here",
         "seconds": seconds,
-        "memory": None,
+        "memory": memory,
     }
     return Child("peers.peers", arguments, environ=environ)
 
@@ -181,6 +183,25 @@ def test_a_rank_that_never_comes_and_one_that_only_came_before(tmp_path: Path) -
             [finding] = judged(alone.last(LIMIT), 0)
         assert finding.facts == {"kind": kind, "ranks": [1]}
         together(url, [{}, {}], 40.0)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stricken", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_stops_or_dies_while_it_is_read_from(stricken: signal.Signals, tmp_path: Path) -> None:
+    """The READ ends by its deadline, or by proof of the death, and whoever read says from whom."""
+    url, tcp = f"file://{tmp_path}/r", {"UCX_TLS": "tcp,self"}
+    with (
+        meet(url, 0, seconds=7.0, environ=tcp, memory="cpu") as reads,
+        meet(url, 1, seconds=7.0, environ=tcp, memory="cpu") as is_read,
+    ):
+        while (answer := reads.receive(LIMIT)).found["stage"] != "read":
+            pass
+        os.kill(is_read.pid, stricken)
+        answer = reads.last(LIMIT)
+    assert answer.found["stage"] == "done"
+    [finding] = meeting.peers(answer.found, answer.problem, answer.log, node="here", floor=0.001)
+    assert (finding.check, finding.status) == ("peer 1", Status.FAILED)
+    assert ("state=PROC" if stricken is signal.SIGSTOP else "Disconnect") in finding.found
 
 
 def test_a_rendezvous_that_nobody_hosts() -> None:
