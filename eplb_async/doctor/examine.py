@@ -57,13 +57,15 @@ def examine(question: Question) -> Iterator[Finding]:
     """
     host = look()
     budget = _Budget(question.timeout, probes=4 if question.peers or question.rendezvous else 6)
-    yield software.versions(_versions())
+    versions = _versions()
+    yield software.versions(versions)
     settings = environment.settings(host.environ)
     yield settings
     plugins = environment.plugin_folders(host.environ)
     suspects = [environment.interfaces(host), *environment.ucx(host.environ, plugins)]
     with Child("software.torch", {}) as loading:  # both take a second, on a core each
-        nixl = ask("software.nixl", {}, limit=budget.share())
+        on_rocm = "rocm" in (versions["torch"] or "")
+        nixl = ask("software.nixl", {"after_torch": on_rocm}, limit=budget.share())
         torch = loading.last(budget.share())
     yield software.nixl(nixl.found, nixl.problem, nixl.log, [s.remedy for s in suspects if s.status is Status.FAILED])
     devices: int = torch.found.get("devices", 0)

@@ -58,10 +58,10 @@ def nixl(found: Mapping[str, Any], problem: str, log: str, suspects: list[str]) 
     facts = {key: found[key] for key in ("variant", "path", "plugin_dir", "plugins", "ucx") if key in found}
     version = re.search(r"Version (\d[\w.]*) \(loaded from", log)
     facts["ucx_version"] = version[1] if version else ""
-    if not found:
-        remedy = "pip install nixl; on ROCm its nixl_rocm or rixl"
-        if "NIXL is not usable" not in problem:  # it is there, and hangs or kills its process
-            remedy = "python -c 'import nixl' says more; give --timeout more, or install NIXL anew"
+    if "missing" in found:
+        return failed("nixl", found["missing"], "pip install nixl; on ROCm its nixl_rocm or rixl", **facts)
+    if not found:  # it is there, and hangs or kills its process
+        remedy = "python -c 'import nixl' says more; give --timeout more, or install NIXL anew"
         return failed("nixl", f"does not load: {problem}", remedy, **facts)
     where = f"plugins in {found['plugin_dir']}"
     if "UCX" not in found["plugins"]:

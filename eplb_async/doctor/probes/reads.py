@@ -140,8 +140,8 @@ def serve(memory: str) -> Iterator[dict[str, Any]]:
 
 
 async def _open(where: str) -> tuple[AsyncNixlAgent, bytes]:
-    agent = await AsyncNixlAgent.open(f"doctor-source-{os.getpid()}", Settings())
     memory = Memory(where, filled=True)
+    agent = await AsyncNixlAgent.open(f"doctor-source-{os.getpid()}", Settings())
     await memory.register(agent)
     return agent, await agent.metadata()
 

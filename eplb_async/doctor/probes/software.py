@@ -23,15 +23,24 @@ def torch() -> Iterator[dict[str, Any]]:
     }
 
 
-def nixl() -> Iterator[dict[str, Any]]:
+def nixl(*, after_torch: bool = False) -> Iterator[dict[str, Any]]:
     """Load NIXL, then make an agent as the library does; answers twice, since the second may abort the process.
 
     The second answer says which of its files NIXL and UCX were really loaded from.
+
+    Args:
+        after_torch: Import torch first, as ranks have: on ROCm another variant of NIXL is looked for then.
     """
+    if after_torch:
+        importlib.import_module("torch")
     os.environ["UCX_LOG_LEVEL"] = "info"  # UCX tells its version
     from eplb_async.nixl import bindings
 
-    api, _ = bindings.load()
+    try:
+        api, _ = bindings.load()
+    except EplbError as error:
+        yield {"missing": " ".join(str(error).split())}
+        return
     found = {"variant": api.__name__.partition(".")[0], "path": str(Path(api.__file__ or "").parent), **_files()}
     yield {**found, "agent": False, "error": ""}
     try:
