@@ -153,6 +153,8 @@ def test_interfaces_that_are_not_there() -> None:
     told(environment.interfaces(rdma), Status.OK, "RDMA: mlx5_0", "UCX_NET_DEVICES")
     wrong = replace(HOST, environ={"UCX_NET_DEVICES": "eth0,ib7"})
     told(environment.interfaces(wrong), Status.FAILED, "names ib7:", "docker0")
+    for devices in ("^ib7", "eth[0-3]", "all", " eth0 "):
+        told(environment.interfaces(replace(HOST, environ={"UCX_NET_DEVICES": devices})), Status.OK, devices)
     told(environment.interfaces(replace(HOST, interfaces={"lo": "127.0.0.1"})), Status.WARNING, "loopback")
 
 

@@ -116,9 +116,10 @@ def interfaces(host: Host) -> Finding:
     shown = ", ".join(f"{name} {address}".strip() for name, address in host.interfaces.items() if address)
     rdma = f"RDMA: {', '.join(host.rdma)}" if host.rdma else "no RDMA device"
     facts = {"interfaces": dict(host.interfaces), "rdma": list(host.rdma)}
-    wanted = [
-        name for name in host.environ.get("UCX_NET_DEVICES", "").lstrip("^").split(",") if name not in ("", "all")
-    ]
+    devices = host.environ.get("UCX_NET_DEVICES", "")
+    wanted = [name.strip() for name in devices.split(",") if name.strip() not in ("", "all")]
+    if devices.startswith("^") or "[" in devices:  # those that are left out need not be there; ranges are UCX's to read
+        wanted = []
     lost = [name for name in wanted if name.partition(":")[0] not in there]
     if lost:
         return failed(
@@ -131,7 +132,7 @@ def interfaces(host: Host) -> Finding:
         return warning(
             "network", f"only loopback has an address ({shown}), {rdma}", "other hosts cannot be reached", **facts
         )
-    chosen = f"; UCX_NET_DEVICES={','.join(wanted)}" if wanted else ""
+    chosen = f"; UCX_NET_DEVICES={devices}" if devices else ""
     return ok("network", f"{shown}; {rdma}{chosen}", **facts)
 
 
