@@ -77,14 +77,16 @@ class Bench:
         return self.agent.read(self.region[first:last], bulk[first:last], timeout=timeout)
 
     async def stopped_read(self, first: int, last: int, timeout: float | None = None) -> asyncio.Task[Any]:
-        """Stop the source, then have a READ from it in flight."""
+        """Stop the source, then have a READ from it in flight, all of its posts."""
         stop(self.pid)
         reading = asyncio.ensure_future(self.read(first, last, timeout))
-        await until(self.is_in_flight)
-        return reading  # type: ignore[return-value]
+        posts = -(-(last - first) // (Settings().max_post_bytes // MIB))
 
-    async def is_in_flight(self) -> bool:
-        return (await self.agent.stats()).in_flight > 0
+        async def all_posted() -> bool:
+            return (await self.agent.stats()).in_flight >= min(posts, Settings().max_peer_requests_in_flight)
+
+        await until(all_posted)
+        return reading  # type: ignore[return-value]
 
     async def is_quiet(self) -> bool:
         stats = await self.agent.stats()
