@@ -12,7 +12,7 @@ import torch
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout
 from eplb_async.integrations.vllm.fence import Fence
-from eplb_async.integrations.vllm.messages import Codec
+from eplb_async.integrations.vllm.messages import Cause, Codec, Kind, Message
 from eplb_async.integrations.vllm.posts import posts_of, read_all
 from eplb_async.integrations.vllm.tensors import Fetch, Tensors
 from eplb_async.nixl.endpoint import Endpoint
@@ -115,6 +115,24 @@ def test_lost_and_doubled_messages_cost_time_only(nth: int, pair: tuple[str, str
             assert all(rank.arrived() for rank in ranks)
 
     with_ranks(3, getattr(FaultPlan(), what)(pair[0], receiver=pair[1], nth=nth), test)
+
+
+def test_end_of_a_round_that_comes_in_the_turn_in_which_the_reads_end() -> None:
+    async def test(ranks: list[Rank], _: MemoryFabric) -> None:
+        loop, fence = asyncio.get_running_loop(), ranks[1].fence
+        end = Message(Kind.END, 0, 1, 1, cause=Cause.FAILED, origin=0, text="rank 0: it fell")
+
+        async def read() -> None:
+            loop.call_soon(fence.on_notification, "vllm/0", Codec(bytes(32), 2).encode(end))
+
+        other = asyncio.ensure_future(ranks[0].call())
+        with pytest.raises(NixlTransferFailed, match="it fell"):
+            await fence.run(0, DIGEST, read, deadline=loop.time() + 5, patience=5)
+        with pytest.raises(NixlTransferFailed, match="it fell"):
+            await other
+        assert await all_call(ranks) == [None, None]
+
+    with_ranks(2, FaultPlan(), test)
 
 
 def test_read_that_cannot_be_made_fails_all_and_the_next_round_works() -> None:

@@ -173,6 +173,7 @@ class Fence:
         self._reading = asyncio.ensure_future(reading())
         try:
             await self._reading
+            self._check(layer)  # it may have ended in the very turn in which the READs did
         except asyncio.CancelledError:
             if self._member.outcome is None and not self._closing:
                 raise  # it is this call that is cancelled
