@@ -69,11 +69,27 @@ def test_vllm_gets_our_class_once(vllm: Any, caplog: pytest.LogCaptureFixture) -
     assert "VLLM_PLUGINS" in line
 
 
-@pytest.mark.parametrize("value", ["0", "false", "No", "off"])
+@pytest.mark.parametrize("value", ["0", "false", "No", "off", " False "])
 def test_switch_leaves_vllm_as_it_is(vllm: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("EPLB_ASYNC_VLLM", value)
     assert not install()
     assert vllm.NixlEplbCommunicator is NixlEplbCommunicator
+
+
+@pytest.mark.parametrize("value", ["", " ", "1", "TRUE", "yes", "on"])
+def test_switch_that_is_on_or_empty_changes_nothing(vllm: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("EPLB_ASYNC_VLLM", value)
+    assert install()
+
+
+def test_switch_that_is_misspelt_leaves_vllm_as_it_is_and_says_so(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever set it meant something, most likely to have vLLM's own."""
+    monkeypatch.setenv("EPLB_ASYNC_VLLM", "disabled")
+    assert not install()
+    assert vllm.NixlEplbCommunicator is NixlEplbCommunicator
+    assert "EPLB_ASYNC_VLLM='disabled' is neither on (1, true, yes, on) nor off (0, false, no, off)" in caplog.text
 
 
 def test_switch_is_no_setting_and_another_name_is_still_refused() -> None:

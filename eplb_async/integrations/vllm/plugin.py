@@ -17,7 +17,7 @@ __all__ = ["install"]
 _MODULE = "vllm.distributed.eplb.eplb_communicator"
 _CLASS, _INTERFACE = "NixlEplbCommunicator", "EplbCommunicator"
 _GIVEN = {"cpu_group", "all_expert_weights", "expert_buffer"}
-_OFF = ("0", "false", "no", "off")
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _log = logging.getLogger("vllm.eplb_async")  # below vLLM's own logger, so that it is shown where vLLM's lines are
 
 
@@ -38,8 +38,18 @@ def install() -> bool:
 
 
 def _install() -> bool:
-    if os.environ.get(VLLM_SWITCH, "").lower() in _OFF:
+    switch = os.environ.get(VLLM_SWITCH, "").strip()
+    if switch.lower() in _OFF:
         _log.info("eplb-async: %s is off, vLLM's NIXL communicator stays as it is", VLLM_SWITCH)
+        return False
+    if switch and switch.lower() not in _ON:  # whoever set it meant something, most likely this
+        _log.warning(
+            "eplb-async: vLLM's NIXL communicator stays as it is, %s=%r is neither on (%s) nor off (%s)",
+            VLLM_SWITCH,
+            switch,
+            ", ".join(_ON),
+            ", ".join(_OFF),
+        )
         return False
     module = importlib.import_module(_MODULE)
     if getattr(module, _CLASS, None) is AsyncNixlEplbCommunicator:
