@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +130,87 @@ def test_call_that_is_wrong_fails_both_ranks_once(two: Two, call: Callable[[Two]
         two.comms[1].execute()
     assert told.value.rank == 0
     assert two.execute() == [None, None]
+
+
+def test_rows_to_send_that_are_not_those_that_peers_read_fail_both_ranks(two: Two) -> None:
+    """As after a reload that gave vLLM's list other tensors: the ones that were registered are alive, and stale."""
+    for rank in range(2):
+        two.weights[rank] = [[*tensors, torch.zeros(4, 3)] for tensors in two.weights[rank]]
+        two.buffers[rank].append(torch.zeros(4, 3))
+    two.make()
+    first, second = two.weights[0][1]
+    two.comms[0].set_transfer_context(OLD, 1)
+    for row in (1, 3):  # it holds expert 1 twice
+        two.comms[0].add_send([first[row], second[row]], 1, expert_id=1)
+    with pytest.raises(NixlTransferFailed, match="layer 1, tensor 1, row 2: it is not where it was registered"):
+        two.comms[0].add_send([first[2], second.clone()[2]], 1, expert_id=2)
+    with pytest.raises(NixlTransferFailed, match="rank 0: .*tensor 1, row 2"):
+        two.comms[1].execute()
+    two.comms[0].set_transfer_context(OLD, 1)
+    with pytest.raises(NixlTransferFailed, match="this rank does not hold expert 4 by old_indices"):
+        two.comms[0].add_send([first[2], second[2]], 1, expert_id=4)
+    with pytest.raises(NixlTransferFailed, match="rank 0: "):
+        two.comms[1].execute()
+    two.comms[0].set_transfer_context(OLD, 1)
+    with pytest.raises(NixlTransferFailed, match="2 tensors, 1 rows were given to send"):
+        two.comms[0].add_send([first[2]], 1, expert_id=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(RuntimeError("CUDA error: an illegal memory access"), NixlTransferFailed), (KeyboardInterrupt(), None)],
+)
+def test_error_before_a_round_is_told_to_the_others(
+    two: Two, error: BaseException, raised: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two.make(timeout=20.0)
+
+    def wait(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("eplb_async.integrations.vllm.communicator.wait_for_streams", wait)
+        with pytest.raises(raised or KeyboardInterrupt) as caught:
+            two.comms[0].execute()
+    assert raised is None or "illegal memory" in str(caught.value)
+    with pytest.raises(NixlTransferFailed, match="rank 0: .*(illegal memory|interrupted)") as told:
+        two.comms[1].execute()
+    assert not isinstance(told.value, NixlTransferTimeout)
+    assert two.execute() == [None, None]
+
+
+def test_error_of_another_kind_in_a_round_is_one_of_a_transfer(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    two.make(timeout=20.0)
+
+    async def read(endpoint: Any, posts: Any, peers: Any, **_: Any) -> None:
+        if posts:
+            raise KeyError("a slip of ours")
+
+    for comm in two.comms:
+        comm.set_transfer_context(OLD, 0)
+    two.receive(0, 2, 1, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr("eplb_async.integrations.vllm.communicator.read_all", read)
+        errors = two.execute()
+    assert all(isinstance(error, NixlTransferFailed) and "a slip of ours" in str(error) for error in errors), errors
+    assert two.execute() == [None, None]
+
+
+def test_leases_of_many_rows_are_waited_for_within_one_deadline(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    two.make(timeout=2.0)
+    comm = two.comms[0]
+    limits: list[float] = []
+
+    async def released(intervals: object, timeout: float) -> bool:
+        limits.append(timeout)
+        await asyncio.sleep(0.02)
+        return True
+
+    monkeypatch.setattr(comm._group.endpoint, "released", released)
+    comm._tainted.update({0: 1, 1: 1, 2: 1})
+    with pytest.raises(NixlTransferFailed, match=r"wrote rows \[0, 1, 2\]"):
+        comm.execute()
+    assert 2.0 >= limits[0] > limits[1] > limits[2]
 
 
 def test_rank_that_does_not_come_is_named(two: Two) -> None:

@@ -75,5 +75,8 @@ def test_tensor_that_moved_is_noticed() -> None:
     with pytest.raises(WeightsError, match="layer 1, tensor 1: it is not where"):
         tensors.check_place(1)
     with pytest.raises(WeightsError, match="tensor 0, row 2"):
-        tensors.check_source(0, 2, [tensor[1] for tensor in layers[0]])
-    tensors.check_source(0, 1, [tensor[1] for tensor in layers[0]])
+        tensors.check_source(0, [2], [tensor[1] for tensor in layers[0]])
+    tensors.check_source(0, [0, 1], [tensor[1] for tensor in layers[0]])
+    one, two = layers[0]
+    with pytest.raises(WeightsError, match="tensor 1, row 0 or 1"):
+        tensors.check_source(0, [0, 1], [one[0], two[1]])

@@ -17,7 +17,6 @@ import torch
 from eplb_async.errors import (
     CommunicatorBusy,
     CommunicatorClosed,
-    EplbError,
     NixlTransferFailed,
     NixlTransferTimeout,
     WeightsError,
@@ -25,7 +24,7 @@ from eplb_async.errors import (
 )
 from eplb_async.integrations.vllm.messages import DIGEST_SIZE, Cause
 from eplb_async.integrations.vllm.opening import open_group
-from eplb_async.integrations.vllm.posts import posts_of, read_all
+from eplb_async.integrations.vllm.posts import Post, posts_of, read_all
 from eplb_async.integrations.vllm.streams import wait_for_streams
 from eplb_async.integrations.vllm.tensors import Fetch, Tensors
 from eplb_async.nixl.agent import real
@@ -151,16 +150,18 @@ class AsyncNixlEplbCommunicator:
             expert_id: The logical expert.
 
         Raises:
-            NixlTransferFailed: They are not where they were registered.
+            NixlTransferFailed: They are not where they were registered, or this rank does not hold the expert.
         """
         with self._using("add_send"):
-            held = self._old[self._group.rank] if self._layer is not None else ()
-            address = tensors[0].data_ptr() if tensors else 0
-            for row in np.flatnonzero(np.asarray(held) == expert_id).tolist():
-                place = self._tensors.layout.layers[self._layer or 0][0]
-                if address == place.address + row * place.spec.row_stride:
-                    return
-            self._check_moved()
+            if self._layer is None:
+                return
+            rows = np.flatnonzero(self._old[self._group.rank] == expert_id).tolist()
+            if not rows:
+                self._refuse(f"this rank does not hold expert {expert_id} by old_indices")
+            try:
+                self._tensors.check_source(self._layer, rows, tensors)
+            except WeightsError as error:
+                self._refuse(str(error), error)
 
     def add_recv(self, tensors: Sequence[torch.Tensor], src_rank: int, expert_id: int) -> None:
         """Have an expert received by :meth:`execute`.
@@ -191,7 +192,7 @@ class AsyncNixlEplbCommunicator:
             if row in self._fetches:
                 self._refuse(f"row {row} of expert_buffer is to receive two experts")
             if row in self._tainted:
-                self._await_lease(row)
+                self._await_lease(row, time.monotonic() + self._timeout)
             self._fetches[row] = Fetch(int(src_rank), int(expert_id), source_row, row)
 
     def execute(self) -> None:
@@ -211,10 +212,7 @@ class AsyncNixlEplbCommunicator:
             layer = _NO_LAYER if self._layer is None else self._layer
             fetches, digest = self._fetches, self._digest
             try:
-                self._await_streams(deadline)
-                self._check_moved()
-                self._check_tainted()
-                self._run(layer, digest, fetches, deadline)
+                self._run(layer, digest, fetches, self._ready(layer, fetches, deadline), deadline)
             finally:
                 self._clear()
 
@@ -230,11 +228,26 @@ class AsyncNixlEplbCommunicator:
         if not group.engine.stop():
             _log.error("the engine thread of %r did not end; see where it is stuck", self)
 
-    def _run(self, layer: int, digest: bytes, fetches: dict[int, Fetch], deadline: float) -> None:
+    def _ready(self, layer: int, fetches: dict[int, Fetch], deadline: float) -> list[Post]:
+        """What to read, once this rank may join; whatever ends this, the others are told."""
+        rank, settings = self._group.rank, self._settings
+        try:
+            self._await_streams(deadline)
+            self._check_moved()
+            self._check_tainted(deadline)
+            return posts_of(fetches.values(), layer, self._tensors, self._group.layouts, rank=rank, settings=settings)
+        except NixlTransferFailed:
+            raise  # they have been told
+        except Exception as error:  # CUDA's, for one
+            self._refuse(describe(error), error)
+        except BaseException:
+            self._tell("its call was interrupted")
+            raise
+
+    def _run(
+        self, layer: int, digest: bytes, fetches: dict[int, Fetch], posts: Sequence[Post], deadline: float
+    ) -> None:
         group = self._group
-        posts = posts_of(
-            fetches.values(), layer, self._tensors, group.layouts, rank=group.rank, settings=self._settings
-        )
         left = max(0.0, deadline - time.monotonic())
 
         async def call() -> None:
@@ -252,7 +265,7 @@ class AsyncNixlEplbCommunicator:
         except BaseException as error:
             if fetches:
                 self._tainted.update(self._leased(fetches))
-            if isinstance(error, NixlTransferFailed) or not isinstance(error, EplbError | TimeoutError):
+            if isinstance(error, NixlTransferFailed) or not isinstance(error, Exception):
                 raise
             kind = NixlTransferTimeout if isinstance(error, TimeoutError) else NixlTransferFailed
             raise kind(f"rank {group.rank}: {describe(error)}", layer=layer, phase="fence") from error
@@ -279,7 +292,7 @@ class AsyncNixlEplbCommunicator:
         except WeightsError as error:
             self._refuse(str(error), error)
 
-    def _check_tainted(self) -> None:
+    def _check_tainted(self, deadline: float) -> None:
         """Rows that a READ of a failed call wrote later than that call, and that are not received anew: not to be used.
 
         vLLM copies local experts into the buffer before it says anything, so a late READ may have overwritten one.
@@ -288,19 +301,20 @@ class AsyncNixlEplbCommunicator:
         if not late:
             return
         for row in late:
-            self._await_lease(row)
+            self._await_lease(row, deadline)
         self._tainted.clear()
         self._refuse(
             f"READs of a call that had failed ended after it, and wrote rows {late} of expert_buffer; what was copied "
             "there meanwhile may be lost. They are over now: move the layer again"
         )
 
-    def _await_lease(self, row: int) -> None:
+    def _await_lease(self, row: int, deadline: float) -> None:
         """Wait until no READ may write a row any more."""
         group, intervals = self._group, self._tensors.intervals(row)
+        left = max(0.0, deadline - time.monotonic())
 
         async def released() -> bool:
-            return await group.endpoint.released(intervals, self._timeout)
+            return await group.endpoint.released(intervals, left)
 
         try:
             free = self._call(released)

@@ -102,8 +102,13 @@ class Tensors:
             if place_of(place.spec.name, tensor) != place:
                 raise WeightsError(f"{place.spec.name}: {_MOVED}")
 
-    def check_source(self, layer: int, row: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that rows that vLLM says it sends are those that peers read.
+    def check_source(self, layer: int, rows: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Check that rows that vLLM says it sends are some that peers read.
+
+        Args:
+            layer: The layer.
+            rows: Where this rank holds the expert.
+            tensors: A row of each of the layer's tensors.
 
         Raises:
             WeightsError: They are others.
@@ -111,9 +116,13 @@ class Tensors:
         places = self.layout.layers[layer]
         if len(tensors) != len(places):
             raise WeightsError(f"layer {layer} has {len(places)} tensors, {len(tensors)} rows were given to send")
+        left = rows
         for number, (place, tensor) in enumerate(zip(places, tensors, strict=True)):
-            if place.spec.row_bytes and tensor.data_ptr() != place.address + row * place.spec.row_stride:
-                raise WeightsError(f"layer {layer}, tensor {number}, row {row}: {_MOVED}")
+            if place.spec.row_bytes:
+                away, stride = tensor.data_ptr() - place.address, place.spec.row_stride
+                left = [row for row in left if away == row * stride]
+            if not left:
+                raise WeightsError(f"layer {layer}, tensor {number}, row {' or '.join(map(str, rows))}: {_MOVED}")
 
     def row_of(self, tensors: Sequence[torch.Tensor]) -> int:
         """The row of the buffer that these are, one view for each of its tensors.
