@@ -144,7 +144,7 @@ def test_rows_to_send_that_are_not_those_that_peers_read_fail_both_ranks(two: Tw
         two.comms[0].add_send([first[row], second[row]], 1, expert_id=1)
     with pytest.raises(NixlTransferFailed, match="layer 1, tensor 1, row 2: it is not where it was registered"):
         two.comms[0].add_send([first[2], second.clone()[2]], 1, expert_id=2)
-    with pytest.raises(NixlTransferFailed, match="rank 0: .*tensor 1, row 2"):
+    with pytest.raises(NixlTransferFailed, match=r"rank 0: .*tensor 1, row 2"):
         two.comms[1].execute()
     two.comms[0].set_transfer_context(OLD, 1)
     with pytest.raises(NixlTransferFailed, match="this rank does not hold expert 4 by old_indices"):
@@ -173,7 +173,7 @@ def test_error_before_a_round_is_told_to_the_others(
         with pytest.raises(raised or KeyboardInterrupt) as caught:
             two.comms[0].execute()
     assert raised is None or "illegal memory" in str(caught.value)
-    with pytest.raises(NixlTransferFailed, match="rank 0: .*(illegal memory|interrupted)") as told:
+    with pytest.raises(NixlTransferFailed, match=r"rank 0: .*(illegal memory|interrupted)") as told:
         two.comms[1].execute()
     assert not isinstance(told.value, NixlTransferTimeout)
     assert two.execute() == [None, None]
@@ -285,3 +285,37 @@ def test_ranks_of_different_secrets_do_not_meet(two: Two) -> None:
     )
     assert all(isinstance(error, HandshakeError) and "secret" in str(error) for error in made), made
     assert not any(secret.decode() in str(error) for secret in secrets for error in made)
+
+
+def test_communicators_over_the_same_weights_live_side_by_side(two: Two) -> None:
+    """As in elastic EP: the next one is made, over a group that torch does not know, while the old one moves experts."""
+    old = two.make()
+    store, limit = dist.HashStore(), timedelta(seconds=20)
+
+    def stateless(rank: int) -> dist.ProcessGroup:
+        prefixed = dist.PrefixStore("tcp://127.0.0.1:1", store)
+        group, gloo = dist.ProcessGroup(prefixed, rank, 2), dist.ProcessGroupGloo(prefixed, rank, 2, limit)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return group
+
+    two.groups = two.both(stateless)
+    new = two.make()
+    for turn, two.comms in enumerate((old, new, old, new)):
+        for comm in two.comms:
+            comm.set_transfer_context(OLD, turn % 2)
+        two.receive(0, turn, 1, 4)
+        assert two.execute() == [None, None]
+        assert two.buffers[0][0][turn].tolist() == two.weights[1][turn % 2][0][2].tolist()
+    old[0].close()
+    old.clear()
+    assert two.execute() == [None, None]
+
+
+def test_one_rank_alone_has_rounds_of_its_own() -> None:
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+    comm = AsyncNixlEplbCommunicator(group, [[torch.zeros(4, 6)]], [torch.zeros(4, 6)], timeout=5.0)
+    for _ in range(2):
+        comm.set_transfer_context(np.arange(4), 0)
+        comm.execute()
+    comm.close()

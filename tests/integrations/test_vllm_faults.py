@@ -237,3 +237,16 @@ def test_what_is_not_authentic_or_not_its_senders_is_dropped() -> None:
         assert await all_call(ranks) == [None] * 3
 
     with_ranks(3, FaultPlan(), test)
+
+
+def test_strangers_messages_of_any_size_cost_a_bounded_number_of_lines(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(ranks: list[Rank], _: MemoryFabric) -> None:
+        fence, codec = ranks[0].fence, Codec(bytes(32), 100)
+        for size in range(2000):
+            fence.on_notification("vllm/1", bytes(size))
+            fence.on_notification("vllm/1", codec.encode(Message(Kind.FAIL, 2 + size % 98, origin=size % 100)))
+        assert sum(fence.dropped.values()) == 4000
+        assert len(fence.dropped) <= 5
+        assert len(caplog.records) <= 5 * 12
+
+    with_ranks(2, FaultPlan(), test)

@@ -88,7 +88,7 @@ class Message:
 
 
 class MessageError(ValueError):
-    """Bytes that are no message of this communicator."""
+    """Bytes that are no message of this communicator. One text for each reason: it is what they are counted by."""
 
 
 class Codec:
@@ -132,7 +132,7 @@ class Codec:
             MessageError: They are none: damaged, forged, of another version, or out of range.
         """
         if not _HEADER.size + _MAC_SIZE <= len(data) <= _HEADER.size + _MAX_TEXT + _MAC_SIZE:
-            raise MessageError(f"{len(data)} bytes are no message")
+            raise MessageError("it is too short or too long for a message")
         body, mac = data[:-_MAC_SIZE], data[-_MAC_SIZE:]
         if not hmac.compare_digest(self._mac(body), mac):
             raise MessageError("its digest is wrong: damaged, or of another communicator")
@@ -140,9 +140,9 @@ class Codec:
         if magic != _MAGIC or version != _VERSION:
             raise MessageError(f"it is of version {version}, this is {_VERSION}")
         if kind not in _KINDS or cause not in _CAUSES:
-            raise MessageError(f"kind {kind} or cause {cause} is unknown")
+            raise MessageError("its kind or cause is unknown")
         if sender >= self._size or not -1 <= origin < self._size:
-            raise MessageError(f"sender {sender} or origin {origin} is no rank of {self._size}")
+            raise MessageError(f"its sender or origin is no rank of {self._size}")
         if attempt > _MAX_COUNTER or round_ > _MAX_COUNTER or layer < -1:
             raise MessageError("a number is out of range")
         try:
