@@ -288,7 +288,7 @@ def test_ranks_of_different_secrets_do_not_meet(two: Two) -> None:
 
 
 def test_communicators_over_the_same_weights_live_side_by_side(two: Two) -> None:
-    """As in elastic EP: the next one is made, over a group that torch does not know, while the old one moves experts."""
+    """As in elastic EP: the next one is made, over a group that torch does not know, while the old one is in use."""
     old = two.make()
     store, limit = dist.HashStore(), timedelta(seconds=20)
 

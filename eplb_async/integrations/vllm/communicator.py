@@ -5,28 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from eplb_async.errors import (
-    CommunicatorBusy,
     CommunicatorClosed,
     NixlTransferFailed,
     NixlTransferTimeout,
     WeightsError,
     describe,
 )
-from eplb_async.integrations.vllm.messages import DIGEST_SIZE, Cause
+from eplb_async.integrations.vllm.call import Call
+from eplb_async.integrations.vllm.messages import Cause
 from eplb_async.integrations.vllm.opening import open_group
 from eplb_async.integrations.vllm.posts import Post, posts_of, read_all
 from eplb_async.integrations.vllm.streams import wait_for_streams
 from eplb_async.integrations.vllm.tensors import Fetch, Tensors
+from eplb_async.integrations.vllm.turn import Turn
 from eplb_async.nixl.agent import real
 from eplb_async.nixl.endpoint import NativeFactory
 from eplb_async.service.waiting import run_on
@@ -40,7 +39,6 @@ __all__ = ["AsyncNixlEplbCommunicator"]
 T = TypeVar("T")
 _log = logging.getLogger("eplb_async.vllm")
 _ARRIVAL_SECONDS = 1800.0
-_NO_LAYER = -1
 
 
 class AsyncNixlEplbCommunicator:
@@ -81,13 +79,8 @@ class AsyncNixlEplbCommunicator:
         arrival_timeout: float = _ARRIVAL_SECONDS,
         native: NativeFactory = real,
     ) -> None:
-        self._busy = threading.Lock()
         self._stream: Any = None
-        self._layer: int | None = None
-        self._old: np.ndarray = np.empty(0, dtype=np.int64)
-        self._digest = bytes(DIGEST_SIZE)
-        self._rows: dict[int, dict[int, int]] = {}
-        self._fetches: dict[int, Fetch] = {}
+        self._next = Call()
         self._tainted: dict[int, int] = {}
         _register()
 
@@ -98,6 +91,7 @@ class AsyncNixlEplbCommunicator:
         self._group, (self._settings, self._timeout, self._tensors) = open_group(
             cpu_group, prepare, native=native, arrival=arrival_timeout
         )
+        self._turn = Turn(self._group.engine.check_process)
         _log.info(
             "%r: %d layers, %d experts a rank, agent %s",
             self,
@@ -127,19 +121,16 @@ class AsyncNixlEplbCommunicator:
         Raises:
             NixlTransferFailed: It is no such layer, or these are no such indices, or the last context was not executed.
         """
-        with self._using("set_transfer_context"):
-            if self._layer is not None and self._fetches:
-                self._refuse(f"layer {self._layer} was given experts to receive, but never executed")
+        with self._turn:
+            if self._next.fetches:
+                self._refuse(f"layer {self._next.layer} was given experts to receive, but never executed")
             count = self._group.size * self._tensors.num_local_experts
             old = np.asarray(old_indices)
             if old.ndim != 1 or old.dtype.kind not in "iu" or len(old) < count:
                 self._refuse(f"old_indices must be {count} or more whole numbers, not {old.dtype} {list(old.shape)}")
             if not 0 <= layer_idx < self._tensors.weights.num_layers:
                 self._refuse(f"there is no layer {layer_idx}, only {self._tensors.weights.num_layers} of them")
-            self._old = np.array(old[:count], dtype=np.int64).reshape(self._group.size, -1)
-            self._layer = int(layer_idx)
-            self._digest = blake2b(self._old.tobytes(), digest_size=DIGEST_SIZE).digest()
-            self._rows.clear()
+            self._next = Call(int(layer_idx), np.array(old[:count], dtype=np.int64).reshape(self._group.size, -1))
 
     def add_send(self, tensors: Sequence[torch.Tensor], dst_rank: int, expert_id: int) -> None:
         """Nothing is sent: whoever needs rows reads them. It is checked that these are the rows that will be read.
@@ -152,14 +143,15 @@ class AsyncNixlEplbCommunicator:
         Raises:
             NixlTransferFailed: They are not where they were registered, or this rank does not hold the expert.
         """
-        with self._using("add_send"):
-            if self._layer is None:
+        with self._turn:
+            layer = self._next.layer
+            if layer is None:
                 return
-            rows = np.flatnonzero(self._old[self._group.rank] == expert_id).tolist()
+            rows = self._next.rows(self._group.rank, expert_id)
             if not rows:
                 self._refuse(f"this rank does not hold expert {expert_id} by old_indices")
             try:
-                self._tensors.check_source(self._layer, rows, tensors)
+                self._tensors.check_source(layer, rows, tensors)
             except WeightsError as error:
                 self._refuse(str(error), error)
 
@@ -177,23 +169,24 @@ class AsyncNixlEplbCommunicator:
             NixlTransferFailed: There is no context, that rank does not hold the expert, or these are no such rows.
             NixlTransferTimeout: The row is still leased; names row and peer.
         """
-        with self._using("add_recv"):
-            if self._layer is None:
+        with self._turn:
+            call = self._next
+            if call.layer is None:
                 self._refuse("add_recv() before set_transfer_context()")
             if src_rank == self._group.rank or not 0 <= src_rank < self._group.size:
                 self._refuse(f"rank {src_rank} cannot be read from by rank {self._group.rank} of {self._group.size}")
-            source_row = self._held(src_rank).get(int(expert_id))
-            if source_row is None:
+            rows = call.rows(src_rank, expert_id)
+            if not rows:
                 self._refuse(f"rank {src_rank} does not hold expert {expert_id} by old_indices")
             try:
                 row = self._tensors.row_of(tensors)
             except WeightsError as error:
                 self._refuse(str(error), error)
-            if row in self._fetches:
+            if row in call.fetches:
                 self._refuse(f"row {row} of expert_buffer is to receive two experts")
             if row in self._tainted:
                 self._await_lease(row, time.monotonic() + self._timeout)
-            self._fetches[row] = Fetch(int(src_rank), int(expert_id), source_row, row)
+            call.fetches[row] = Fetch(int(src_rank), int(expert_id), rows[-1], row)
 
     def execute(self) -> None:
         """Receive what was added, and return when every rank has: then rows and buffers may be written again.
@@ -207,14 +200,13 @@ class AsyncNixlEplbCommunicator:
             NixlPeerDisconnected: A rank is gone.
             CommunicatorBusy: Another thread is in it.
         """
-        with self._using("execute"):
+        with self._turn:
             deadline = time.monotonic() + self._timeout
-            layer = _NO_LAYER if self._layer is None else self._layer
-            fetches, digest = self._fetches, self._digest
+            call = self._next
             try:
-                self._run(layer, digest, fetches, self._ready(layer, fetches, deadline), deadline)
+                self._run(call, self._ready(call, deadline), deadline)
             finally:
-                self._clear()
+                self._next = Call()
 
     def close(self, timeout: float | None = None) -> None:
         """Leave, drain, and end the engine thread. Idempotent. vLLM does not call it; the last reference does.
@@ -228,14 +220,17 @@ class AsyncNixlEplbCommunicator:
         if not group.engine.stop():
             _log.error("the engine thread of %r did not end; see where it is stuck", self)
 
-    def _ready(self, layer: int, fetches: dict[int, Fetch], deadline: float) -> list[Post]:
+    def _ready(self, call: Call, deadline: float) -> list[Post]:
         """What to read, once this rank may join; whatever ends this, the others are told."""
-        rank, settings = self._group.rank, self._settings
+        group, fetches = self._group, call.fetches.values()
         try:
             self._await_streams(deadline)
-            self._check_moved()
+            if call.layer is not None:
+                self._check_moved(call.layer)
             self._check_tainted(deadline)
-            return posts_of(fetches.values(), layer, self._tensors, self._group.layouts, rank=rank, settings=settings)
+            return posts_of(
+                fetches, call.number, self._tensors, group.layouts, rank=group.rank, settings=self._settings
+            )
         except NixlTransferFailed:
             raise  # they have been told
         except Exception as error:  # CUDA's, for one
@@ -244,38 +239,29 @@ class AsyncNixlEplbCommunicator:
             self._tell("its call was interrupted")
             raise
 
-    def _run(
-        self, layer: int, digest: bytes, fetches: dict[int, Fetch], posts: Sequence[Post], deadline: float
-    ) -> None:
-        group = self._group
+    def _run(self, call: Call, posts: Sequence[Post], deadline: float) -> None:
+        group, layer = self._group, call.number
         left = max(0.0, deadline - time.monotonic())
 
-        async def call() -> None:
+        async def run() -> None:
             until = group.engine.loop.time() + left
             await group.fence.run(
                 layer,
-                digest,
+                call.digest,
                 lambda: read_all(group.endpoint, posts, group.fence.peers, deadline=until),
                 deadline=until,
                 patience=self._timeout,
             )
 
         try:
-            run_on(group.engine.loop, call, what="execute", limit=left)
+            run_on(group.engine.loop, run, what="execute", limit=left)
         except BaseException as error:
-            if fetches:
-                self._tainted.update(self._leased(fetches))
+            if call.fetches:
+                self._tainted.update(self._leased(call.fetches))
             if isinstance(error, NixlTransferFailed) or not isinstance(error, Exception):
                 raise
             kind = NixlTransferTimeout if isinstance(error, TimeoutError) else NixlTransferFailed
             raise kind(f"rank {group.rank}: {describe(error)}", layer=layer, phase="fence") from error
-
-    def _held(self, rank: int) -> dict[int, int]:
-        """Row of each expert that a rank holds."""
-        if rank not in self._rows:
-            row_of = {int(expert): row for row, expert in enumerate(self._old[rank].tolist()) if expert != -1}
-            self._rows[rank] = row_of
-        return self._rows[rank]
 
     def _await_streams(self, deadline: float) -> None:
         try:
@@ -284,11 +270,9 @@ class AsyncNixlEplbCommunicator:
             self._tell(error.detail, Cause.TIMEOUT)
             raise
 
-    def _check_moved(self) -> None:
-        if self._layer is None:
-            return
+    def _check_moved(self, layer: int) -> None:
         try:
-            self._tensors.check_place(self._layer)
+            self._tensors.check_place(layer)
         except WeightsError as error:
             self._refuse(str(error), error)
 
@@ -297,7 +281,7 @@ class AsyncNixlEplbCommunicator:
 
         vLLM copies local experts into the buffer before it says anything, so a late READ may have overwritten one.
         """
-        late = sorted(set(self._tainted) - set(self._fetches))
+        late = sorted(set(self._tainted) - set(self._next.fetches))
         if not late:
             return
         for row in late:
@@ -324,8 +308,8 @@ class AsyncNixlEplbCommunicator:
             source = self._tainted[row]
             what = f"a READ from rank {source} may still write into row {row} of expert_buffer, {self._timeout:g} s on"
             self._tell(what, Cause.TIMEOUT)  # the others may stand still: they owe this call no failure
-            self._clear()
-            raise NixlTransferTimeout(what, rank=source, layer=self._layer, phase="make")
+            layer, self._next = self._next.layer, Call()
+            raise NixlTransferTimeout(what, rank=source, layer=layer, phase="make")
         self._tainted.pop(row, None)
 
     def _leased(self, fetches: dict[int, Fetch]) -> dict[int, int]:
@@ -346,31 +330,14 @@ class AsyncNixlEplbCommunicator:
 
     def _refuse(self, detail: str, cause: Exception | None = None) -> NoReturn:
         """Fail this rank's call before it has begun, on all ranks."""
-        layer = self._layer
+        layer, self._next = self._next.layer, Call()
         self._tell(detail if cause is None else describe(cause))
-        self._clear()
         raise NixlTransferFailed(detail, rank=self._group.rank, layer=layer, phase="make") from cause
 
     def _tell(self, text: str, cause: Cause = Cause.FAILED) -> None:
         """This rank's call has failed before it began."""
         with contextlib.suppress(CommunicatorClosed):
             self._group.engine.post(lambda: self._group.fence.refuse(text, cause))
-
-    def _clear(self) -> None:
-        self._layer = None
-        self._fetches = {}
-        self._digest = bytes(DIGEST_SIZE)
-        self._rows.clear()
-
-    @contextlib.contextmanager
-    def _using(self, what: str) -> Iterator[None]:
-        self._group.engine.check_process()
-        if not self._busy.acquire(blocking=False):
-            raise CommunicatorBusy(f"{what}() while another thread uses this communicator; one at a time")
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     def __del__(self) -> None:
         group = getattr(self, "_group", None)

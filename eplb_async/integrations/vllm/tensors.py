@@ -207,8 +207,8 @@ def _merged(near: np.ndarray, far: np.ndarray, nbytes: int) -> tuple[Descriptors
     lengths = np.diff(first, append=len(near)) * nbytes
     out = []
     for addresses in (near, far):
-        blocks = np.zeros((len(first), 3), dtype=np.uint64)
-        blocks[:, 0], blocks[:, 1] = addresses[first], lengths
+        blocks = np.empty((len(first), 3), dtype=np.uint64)  # zeros() lets go of the GIL, and a busy thread takes it
+        blocks[:, 0], blocks[:, 1], blocks[:, 2] = addresses[first], lengths, 0
         out.append(blocks)
     return out[0], out[1]
 
