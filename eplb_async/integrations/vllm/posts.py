@@ -72,10 +72,11 @@ async def read_all(endpoint: Endpoint, posts: Sequence[Post], peers: Mapping[int
     """
     loop = asyncio.get_running_loop()
     sent: list[Transfer] = []
+    pending: list[Transfer] = []
     try:
         for post in posts:
             peer = peers[post.origin.rank if post.origin.rank is not None else -1]
-            await _room(endpoint, sent, peer.name, post.blocks.nbytes)
+            await _room(endpoint, pending, peer.name, post.blocks.nbytes)
             sent.append(
                 endpoint.post(
                     post.blocks.local,
@@ -87,6 +88,7 @@ async def read_all(endpoint: Endpoint, posts: Sequence[Post], peers: Mapping[int
                     origin=post.origin,
                 )
             )
+            pending.append(sent[-1])
             await asyncio.sleep(0)  # a post can do the whole copy: messages are heard in between
         for transfer in sent:
             await transfer.future
@@ -98,18 +100,24 @@ async def read_all(endpoint: Endpoint, posts: Sequence[Post], peers: Mapping[int
         raise
 
 
-async def _room(endpoint: Endpoint, sent: Sequence[Transfer], peer: str, nbytes: int) -> None:
+async def _room(endpoint: Endpoint, pending: list[Transfer], peer: str, nbytes: int) -> None:
     """Wait until one more may be in flight.
+
+    Args:
+        endpoint: Whose limits hold.
+        pending: READs that had not ended when it was looked at last; those that have are taken out.
+        peer: Whom one more would be from.
+        nbytes: Its length.
 
     Raises:
         NixlTransferFailed: One that was posted has failed.
     """
     limits = endpoint.settings
     while True:
-        for transfer in sent:
+        for transfer in pending:
             if transfer.error is not None:
                 raise transfer.error
-        pending = [transfer for transfer in sent if not transfer.future.done()]
+        pending[:] = [transfer for transfer in pending if not transfer.future.done()]
         if not pending or (
             len(pending) < limits.max_requests_in_flight
             and sum(transfer.peer == peer for transfer in pending) < limits.max_peer_requests_in_flight

@@ -168,7 +168,7 @@ class Tensors:
 
 
 _MOVED = (
-    "it is not where it was registered (weights were loaded anew, put to sleep or given other memory); "
+    "it is not where it was registered (weights were loaded anew, or given other memory); "
     "make the communicator after that"
 )
 
