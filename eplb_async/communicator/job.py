@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eplb_async.communicator.members import memory_of
 from eplb_async.core.incoming import Incoming
 from eplb_async.core.layout import Layout, TensorSpec
 from eplb_async.core.schedule import Batch
 from eplb_async.errors import NixlTransferFailed
+from eplb_async.nixl.devices import memory_of
 from eplb_async.nixl.transfer import Transfer
 from eplb_async.weights import ENTRY_NAME, Copy, ExpertWeights, Piece, Staging, pack
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from eplb_async.core.layout import Layout
 from eplb_async.nixl.endpoint import Peer
@@ -86,15 +85,3 @@ class Roster:
 def start_of(incarnation: int) -> int:
     """The start that an incarnation belongs to: recycling an agent makes a new one of the same start."""
     return incarnation >> GENERATION_BITS
-
-
-@cache
-def memory_of(device: str) -> str:
-    """NIXL's memory type of a torch device."""
-    return "VRAM" if device.startswith("cuda") else "DRAM"
-
-
-@cache
-def device_index(device: str) -> int:
-    """Index of a torch device."""
-    return int(device.partition(":")[2] or 0)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_async.communicator.job import Job, Sent
-from eplb_async.communicator.members import Member, device_index, memory_of
+from eplb_async.communicator.members import Member
 from eplb_async.core.layout import Layout
 from eplb_async.core.plan import MigrationPlan
 from eplb_async.core.schedule import ALIGNMENT, Batch, pieces, turns
@@ -20,6 +20,7 @@ from eplb_async.core.throttle import Throttle
 from eplb_async.core.window import Outbox, Waiting, Window
 from eplb_async.engine import LoopEngine
 from eplb_async.errors import NixlPeerDisconnected, NixlTransferFailed, NixlTransferTimeout
+from eplb_async.nixl.devices import device_index, memory_of
 from eplb_async.nixl.endpoint import Endpoint
 from eplb_async.nixl.native import Descriptors
 from eplb_async.nixl.transfer import Origin, Transfer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from eplb_async.communicator.job import room_for
-from eplb_async.communicator.members import memory_of
 from eplb_async.core.placement import Placement
 from eplb_async.core.plan import MigrationPlan
 from eplb_async.errors import WeightsError
+from eplb_async.nixl.devices import memory_of
 from eplb_async.settings import Settings
 from eplb_async.weights import ExpertWeights, make_buffers, pack
 

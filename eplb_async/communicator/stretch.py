@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eplb_async.communicator.job import Job, room_for
-from eplb_async.communicator.members import memory_of
 from eplb_async.core.incoming import Incoming
 from eplb_async.core.layout import Layout, TensorPlace, TensorSpec
+from eplb_async.nixl.devices import memory_of
 from eplb_async.weights import Copy, ExpertWeights, Staging
 
 _SHARE = 4

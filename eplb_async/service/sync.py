@@ -22,10 +22,10 @@ from eplb_async.errors import CommunicatorClosed
 from eplb_async.service.decision import Policy
 from eplb_async.service.forward import Forward
 from eplb_async.service.report import RebalanceReport, ServiceHealth
-from eplb_async.service.waiting import run_on
 from eplb_async.service_settings import ServiceSettings
 from eplb_async.settings import Settings, seconds
 from eplb_async.telemetry.event import Hook
+from eplb_async.waiting import run_on
 
 if TYPE_CHECKING:
     from eplb_async.service.service import EplbService

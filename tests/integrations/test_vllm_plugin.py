@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import tomllib
 from abc import ABC, abstractmethod
@@ -135,3 +136,14 @@ def test_entry_point_is_declared_where_vllm_looks() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {"eplb_async": "eplb_async.integrations.vllm:install"}
     assert install.__module__.startswith("eplb_async.integrations.vllm")
+
+
+def test_plugin_loads_what_the_class_needs_and_starts_nothing() -> None:
+    """vLLM loads it in processes that move no expert, too, and sets variables of UCX before it imports nixl itself."""
+    program = (
+        "import sys, threading, eplb_async.integrations.vllm\n"
+        "heavy = ('nixl', 'vllm', 'uvloop', 'eplb_async.service', 'eplb_async.policy', 'eplb_async.communicator')\n"
+        "print([name for name in heavy if name in sys.modules], threading.active_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[0] == "[] 1", done.stdout

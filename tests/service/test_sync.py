@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import uvloop
 
+from eplb_async import waiting
 from eplb_async.communicator import MigrationReport
 from eplb_async.core.placement import Placement
 from eplb_async.errors import CommunicatorClosed, HandshakeError, MigrationTimeout, PlacementError
-from eplb_async.service import EplbService, ServiceSettings, SyncService, waiting
+from eplb_async.service import EplbService, ServiceSettings, SyncService
 from eplb_async.settings import Settings
 from eplb_async.testing import MemoryFabric
 from eplb_async.testing.cluster import LocalCluster, MemoryRendezvous

@@ -28,8 +28,8 @@ from eplb_async.integrations.vllm.tensors import Fetch, Tensors
 from eplb_async.integrations.vllm.turn import Turn
 from eplb_async.nixl.agent import real
 from eplb_async.nixl.endpoint import NativeFactory
-from eplb_async.service.waiting import run_on
 from eplb_async.settings import Settings, seconds
+from eplb_async.waiting import run_on
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -25,8 +25,8 @@ from eplb_async.integrations.vllm.messages import KEY_SIZE, Codec
 from eplb_async.integrations.vllm.tensors import Tensors
 from eplb_async.nixl.endpoint import Endpoint, NativeFactory, Peer
 from eplb_async.rendezvous.group import gather
-from eplb_async.service.waiting import run_on
 from eplb_async.settings import Settings
+from eplb_async.waiting import run_on
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

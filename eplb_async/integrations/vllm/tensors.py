@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from eplb_async.communicator.members import device_index, memory_of
 from eplb_async.core.layout import Layout, TensorPlace
 from eplb_async.errors import WeightsError
 from eplb_async.nixl.blocks import Blocks
+from eplb_async.nixl.devices import device_index, memory_of
 from eplb_async.nixl.native import Descriptors
 from eplb_async.weights import ExpertWeights
 from eplb_async.weights.rows import byte_rows, check_apart, check_movable, place_of
