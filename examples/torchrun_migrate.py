@@ -54,6 +54,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rendezvous", choices=["env", "group"], default="env")
     chosen = parser.parse_args().rendezvous
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 3 examples/torchrun_migrate.py")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if chosen == "env":
         return min(1, asyncio.run(serve(rank, ranks, "env://")))
