@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gigabytes a second that a READ must reach (default %(default)g)",
     )
     parser.add_argument(
-        "--memory", choices=("auto", "cpu", "cuda"), default="auto", help="where to read from and into (default: GPU)"
+        "--memory",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to read from and into (default %(default)s: on the GPU where there is one)",
     )
 
 
