@@ -148,6 +148,7 @@ class EpochRun:
             for layer in range(self._commit_to, upto):
                 self._steps.commit(layer, at[layer])
         self._commit_to = upto
+        self._reads.decided(upto)
         if self._stopped:
             return
         if self._apply_task is not None and self._apply_task.done() and self._apply_task.exception() is not None:

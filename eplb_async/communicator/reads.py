@@ -98,6 +98,7 @@ class Reads:
         self._outbox: Outbox[Job] = Outbox(self._window)
         self._poster: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
+        self._taken: tuple[int, tuple[int, ...]] = (0, ())  # the layer that is next, and turns of those before it
 
     async def post(self, job: Job) -> None:
         """Post all READs of a job, as window and throttle let them out; its pieces are allocated.
@@ -119,6 +120,11 @@ class Reads:
         """Look again at what waits: something else may be let out now."""
         self._room.set()
 
+    def decided(self, upto: int) -> None:
+        """Layers below ``upto`` are decided: READs of the next are not ahead any more."""
+        self._outbox.undecided = upto
+        self.stir()
+
     @property
     def held(self) -> str:
         """Why the owner's throttle holds READs back, in words; empty if it does not."""
@@ -127,6 +133,7 @@ class Reads:
     def _batches(self, job: Job) -> list[Waiting[Job]]:
         reader, source = self._plan.reads(job.layers)
         most = self._throttle.post_bytes(self._settings.max_post_bytes, ALIGNMENT)
+        follows = job.layers.start == self._taken[0]  # or it is read once again, in whatever order
         ours = turns(
             reader,
             source,
@@ -134,7 +141,10 @@ class Reads:
             ep_size=self._plan.new.ep_size,
             expert_bytes=int(job.row_bytes.sum()),
             max_bytes=most,
+            taken=self._taken[1] if follows else (),
         )
+        if follows:
+            self._taken = (job.layers.stop, ours.taken)
         return [
             Waiting(job.layers.start, batch, ours.readers[batch.source], job)
             for memory in job.sizes

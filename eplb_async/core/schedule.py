@@ -6,6 +6,9 @@ deadline and a cancel never wait behind one huge post.
 All ranks have the same plan, so each works out by itself whose turn it is at which source: in each **turn** a reader
 reads from one source and a source serves one reader (a colouring of the edges between readers and sources). Nobody
 waits for a turn to end. It is an order, and readers that keep to it meet seldom at one source.
+
+The turns of a source go on where those of earlier layers ended: READs of the next layer begin at sources that this one
+leaves idle, and come last to those whose NIC it still needs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain, zip_longest
+from operator import and_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,10 +111,12 @@ class Turns:
     Attributes:
         order: The source of each of its turns.
         readers: Ranks that read from each source ``[ep_size]``.
+        taken: Turns in which each source serves, in these layers and those before, as bits ``[ep_size]``.
     """
 
     order: tuple[int, ...]
     readers: tuple[int, ...]
+    taken: tuple[int, ...]
 
 
 def turns(
@@ -120,6 +127,7 @@ def turns(
     ep_size: int,
     expert_bytes: int,
     max_bytes: int,
+    taken: Sequence[int] = (),
 ) -> Turns:
     """Gives each READ of some layers its turn; every rank that asks for the same layers comes to the same turns.
 
@@ -134,6 +142,7 @@ def turns(
         ep_size: Ranks in the group.
         expert_bytes: Bytes of one expert, all its tensors together.
         max_bytes: Most bytes in a batch.
+        taken: What the turns of the layers before say of them; default: nothing is before.
     """
     pairs, count = np.unique(reader.astype(np.int64) * ep_size + source, return_counts=True)
     readers = np.bincount(pairs % ep_size, minlength=ep_size)
@@ -142,7 +151,7 @@ def turns(
     nth = np.arange(pair.size) - np.repeat(np.cumsum(shares) - shares, shares)
     by, at = np.divmod(pairs[pair], ep_size)
     first = np.lexsort((at, (at - by) % ep_size, nth))
-    reads, serves = [0] * ep_size, [0] * ep_size  # turns that are taken, as bits
+    reads, serves = [0] * ep_size, list(taken) or [0] * ep_size  # turns that are taken, as bits
     mine: list[tuple[int, int]] = []
     for by_rank, at_rank in zip(by[first].tolist(), at[first].tolist(), strict=True):
         free = ~(reads[by_rank] | serves[at_rank])
@@ -151,7 +160,15 @@ def turns(
         serves[at_rank] |= turn
         if by_rank == rank:
             mine.append((turn, at_rank))
-    return Turns(tuple(at_rank for _, at_rank in sorted(mine)), tuple(readers.tolist()))
+    order = tuple(at_rank for _, at_rank in sorted(mine))
+    return Turns(order, tuple(readers.tolist()), _without_full(serves))
+
+
+def _without_full(serves: Sequence[int]) -> tuple[int, ...]:
+    """Turns without the first ones, in which all sources serve: nothing more goes there."""
+    full = reduce(and_, (bits for bits in serves if bits), -1)
+    first = (~full & (full + 1)).bit_length() - 1 if full != -1 else 0
+    return tuple(bits >> first for bits in serves)
 
 
 def _expert_pieces(row_bytes: Sequence[int], max_bytes: int) -> _Longs:

@@ -74,17 +74,19 @@ class Window:
         """Whether nothing would be admitted, whatever its peer and size."""
         return self._total[0] >= self._total_limit[0]
 
-    def admit(self, peer: Hashable, nbytes: int, *, sharers: int = 1) -> bool:
+    def admit(self, peer: Hashable, nbytes: int, *, sharers: int = 1, ahead: bool = False) -> bool:
         """Counts a request as in flight if it fits; says whether it did.
 
         Args:
             peer: Whom it reads from.
             nbytes: Its bytes.
             sharers: Readers that share the bytes which may be in flight with this peer, this one included.
+            ahead: Nobody waits for it yet: it begins only with two thirds of the peers that there may be.
         """
         mine = self._peers.get(peer)
         if mine is None:
-            crowded = len(self._peers) >= self._max_peers and self._total[1] >= self._few_bytes
+            most = max(1, 2 * self._max_peers // 3) if ahead else self._max_peers
+            crowded = len(self._peers) >= most and self._total[1] >= self._few_bytes
             fits = not crowded and _fits(self._total, nbytes, self._total_limit)
         else:
             share = (self._peer_limit[0], self._peer_limit[1] // max(1, sharers))
@@ -138,12 +140,19 @@ class Outbox(Generic[T]):
     The first that the window admits goes: one whose source has enough to do waits, and what comes after it does not.
     Batches of one source never overtake each other.
 
+    Staging is free again only when a layer is decided, and that takes every rank. So what is read ahead of that layer
+    is held back a little: it shares the sources' NICs with READs that all ranks wait for.
+
     Args:
         window: Lets them out.
+
+    Attributes:
+        undecided: The first layer without COMMIT; READs of later ones are ahead.
     """
 
     def __init__(self, window: Window) -> None:
         self.window = window
+        self.undecided = 0
         self._waiting: list[Waiting[T]] = []
 
     def __len__(self) -> int:
@@ -164,7 +173,8 @@ class Outbox(Generic[T]):
             source = waiting.batch.source
             if source in refused:
                 continue
-            if self.window.admit(source, waiting.batch.nbytes, sharers=waiting.sharers):
+            ahead = waiting.layer > self.undecided
+            if self.window.admit(source, waiting.batch.nbytes, sharers=waiting.sharers, ahead=ahead):
                 del self._waiting[at]
                 return waiting
             refused.add(source)

@@ -178,6 +178,25 @@ def test_turns_hold_each_read_once_and_do_not_depend_on_the_order_of_the_plan(la
     assert all_turns(n, shuffled, expert_bytes, 100) == found
 
 
+def test_the_turns_of_a_source_go_on_in_the_next_layer():
+    """A reader begins at the source that served least before, and comes last to the one that served most.
+
+    Turns in which all sources have served are forgotten, so what is kept does not grow with the layers.
+    """
+    edges = np.array([(3, 0), (3, 1), (3, 2)], dtype=np.int32)
+    sizes = {"rank": 3, "ep_size": 4, "expert_bytes": 10, "max_bytes": 10}
+    alone = turns(*edges.T, **sizes)
+    assert alone.order == (0, 1, 2)
+    assert alone.taken == (0b1, 0b10, 0b100, 0)
+    after = turns(*edges.T, **sizes, taken=(0b111, 0b11, 0b1, 0))
+    assert after.order == (2, 1, 0)
+    assert after.taken == (0b11, 0b1, 0, 0)
+    taken = ()
+    for _ in range(100):
+        taken = turns(*edges.T, **sizes, taken=taken).taken
+    assert max(taken) < 1 << 4
+
+
 def crowds(orders):
     """Most readers that one source serves in each step, if every rank takes its turns one after the other."""
     steps = max(map(len, orders))

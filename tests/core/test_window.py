@@ -106,6 +106,21 @@ def test_no_more_peers_at_once_than_allowed_unless_little_is_in_flight():
     assert not limiter.admit(6, 1)
 
 
+def test_what_is_read_ahead_of_the_layer_to_be_decided_begins_with_fewer_peers():
+    """Two thirds of the peers, at least one; none is given up, and after the decision it is as any other."""
+    limiter = window(max_peers=6)
+    assert [limiter.admit(peer, 10, ahead=True) for peer in range(6)] == [True] * 4 + [False] * 2
+    assert limiter.admit(0, 10, ahead=True)
+    assert limiter.admit(4, 10)
+    assert window(max_peers=1).admit(0, 10, ahead=True)
+    outbox = Outbox(window(max_peers=3))
+    outbox.put(waiting(peer, 10, layer=layer) for peer, layer in enumerate([0, 1, 1, 1]))
+    assert [outbox.take().batch.source for _ in range(2)] == [0, 1]
+    assert outbox.take() is None
+    outbox.undecided = 1
+    assert outbox.take().batch.source == 2
+
+
 def test_those_who_read_from_one_source_share_its_bytes():
     """100 bytes between 4 readers: 25 each, and always one READ each."""
     limiter = window(max_peer_bytes=100)
