@@ -63,8 +63,8 @@ class Settings:
         max_peer_bytes_in_flight: READs in flight at once to one peer, shared evenly by the ranks that read from it in
             the same layer. One READ each is always let out.
         max_peers_in_flight: Peers that a rank reads from at once and, as far as ranks keep in step, ranks that read
-            from one peer at once. Small READs may go to more: while less than one post of ``max_post_bytes`` is in
-            flight.
+            from one peer at once. READs of layers after the one to be decided next begin with two thirds of them. Small
+            READs may go to more: while less than one post of ``max_post_bytes`` is in flight.
         max_bytes_per_second: Most bytes that the READs of this rank's migrations bring in a second; 0: no limit. READs
             that are made again count, local copies and ``AsyncNixlAgent.read`` do not. ``limit()`` changes it while
             running.
