@@ -30,8 +30,12 @@ def run(command: Sequence[str], environ: Mapping[str, str] | None = None, *, lim
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours without what a developer may have set, and some more."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("EPLB_ASYNC_", "UCX_", "NIXL_", "PYTORCH_"))}
+    """Ours without what a developer may have set, and some more.
+
+    Where Python is told not to buffer, C does not either, and what UCX prints would be read by chance.
+    """
+    theirs = ("EPLB_ASYNC_", "UCX_", "NIXL_", "PYTORCH_", "PYTHONUNBUFFERED")
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(theirs)}
     return {**ours, "PYTHONPATH": str(ROOT), **(more or {})}
 
 

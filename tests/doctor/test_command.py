@@ -74,12 +74,10 @@ def test_two_ranks_here_and_what_is_true_of_this_machine() -> None:
     assert set(found["network"]["facts"]["interfaces"]) == {name for _, name in socket.if_nameindex()}
     assert found["shm"]["facts"]["bytes"] == os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks
     assert "UCX" in found["nixl"]["facts"]["plugins"]
-    assert [found[peer]["facts"]["wrong_bytes"] for peer in ("peer 0", "peer 1")] == [0, 0]
-    named = [found[peer]["facts"]["carrier"] for peer in ("peer 0", "peer 1")]
-    named = [carrier for carrier in named if "did not name" not in carrier]  # once in hundreds of runs UCX is silent
-    assert named
-    if not torch.cuda.is_available():
-        assert {"cma" in carrier for carrier in named} == {found["cma"]["facts"]["allowed"]}
+    for peer in ("peer 0", "peer 1"):
+        assert found[peer]["facts"]["wrong_bytes"] == 0
+        if not torch.cuda.is_available():
+            assert ("cma" in found[peer]["facts"]["carrier"]) == found["cma"]["facts"]["allowed"]
 
 
 @pytest.mark.faults
