@@ -78,6 +78,7 @@ class Child:
         self._rest = b""
         root = str(Path(__file__).parents[2])
         environment = {k: v for k, v in os.environ.items() if k not in _WITHOUT} | dict(environ or {})
+        environment["PYTHONUNBUFFERED"] = "1"  # nor does C buffer then: what UCX printed is there, however it ends
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
         try:
             self._process = subprocess.Popen(
@@ -159,7 +160,6 @@ def _main(parent: str, answers: str, probe: str, arguments: str) -> None:
     module, _, function = probe.rpartition(".")
 
     def say(answer: Mapping[str, Any]) -> None:
-        ctypes.CDLL(None).fflush(None)  # what UCX has printed is read with the answer, however this process ends
         with os.fdopen(int(answers), "wb", closefd=False) as out:
             out.write(json.dumps(answer).encode() + b"\n")
 
