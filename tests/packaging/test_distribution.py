@@ -69,7 +69,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sdists = list(folder.glob("*.tar.gz"))
     assert len(sdists) == 1
     with tarfile.open(sdists[0]) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and newer
+        archive.extractall(folder)
     unpacked = folder / sdists[0].name.removesuffix(".tar.gz")
     assert warnings_of(output_of(*build, WHEEL, folder, where=unpacked)) == []
     wheels = list(folder.glob("*.whl"))
