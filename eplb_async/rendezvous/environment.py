@@ -172,7 +172,7 @@ class EnvRendezvous(TcpRendezvous):
 
     def _is_stale(self, where: str) -> bool:
         found = super().get(where)
-        return found is not None and not found.startswith(self._attempt)
+        return found is not None and found[: _ATTEMPT.size] < self._attempt  # a later attempt's is not ours to replace
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, atomically over all ranks and attempts."""

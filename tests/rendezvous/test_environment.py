@@ -102,6 +102,16 @@ def test_what_an_earlier_attempt_left_is_not_there(agent: Launch) -> None:
     after.close()
 
 
+def test_one_of_an_earlier_attempt_that_lives_on_does_not_replace_the_key(agent: Launch) -> None:
+    """torchrun may end it late: it finds no key, and those of the later attempt keep theirs."""
+    late, now = opened(agent), opened(replace(agent, attempt=1))
+    key = job_key(now, group="g", rank=0, secret=None)
+    assert job_key(late, group="g", rank=0, secret=None) is None
+    assert job_key(now, group="g", rank=1, secret=None) == key
+    late.close()
+    now.close()
+
+
 def test_a_store_does_not_grow_by_restarts(agent: Launch) -> None:
     """Each attempt overwrites what the one before has left."""
     counts = []
