@@ -29,6 +29,7 @@ from eplb_async.weights import CpuCopier, CudaCopier, ExpertWeights, WeightsLike
 _log = logging.getLogger("eplb_async.communicator")
 _WATCH_SECONDS = 10.0
 _KEY_SECONDS = 0.25
+_GRACE_SECONDS = 1.0  # what ends at its own deadline says more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,7 @@ class Opener:
             engine.on_stop(unmake)
             deadline = time.monotonic() + self.timeout
             inline = engine.worker if isinstance(engine.worker, Inline) else None
-            # on its own thread: it may hang until its deadline, and no stop of the engine waits for it
-            store = await apart(engine.loop, lambda: self._resolve(made), name="eplb-resolve", executor=inline)
+            store = await self._find(made, engine, inline)
 
             async def enter() -> bool:
                 """Join and meet all; False if the job's key changed meanwhile: another try has the right one."""
@@ -164,6 +164,18 @@ class Opener:
             with contextlib.suppress(Exception):  # whatever a Rendezvous raises: the meeting says it, too
                 if await apart(engine.loop, is_other, name="eplb-key", executor=inline):
                     return
+
+    async def _find(self, made: _Made, engine: LoopEngine, inline: Inline | None) -> Rendezvous:
+        """Resolve the rendezvous, on a thread of its own: no stop of the engine waits for it, should it hang."""
+        try:
+            async with asyncio.timeout(self.timeout + _GRACE_SECONDS):
+                return await apart(engine.loop, lambda: self._resolve(made), name="eplb-resolve", executor=inline)
+        except TimeoutError:
+            name = self.rendezvous if isinstance(self.rendezvous, str) else f"of {type(self.rendezvous).__name__}"
+            raise HandshakeError(
+                f"rank {self.rank} could not reach the rendezvous {name} in {self.timeout:g} s: the look-up of its "
+                "host, or a call on its file, has not come back; does the name server (or the file system) answer?"
+            ) from None
 
     def _resolve(self, made: _Made) -> Rendezvous:
         if self.timeout <= 0:

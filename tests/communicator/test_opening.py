@@ -167,6 +167,33 @@ async def test_a_cancelled_host_gives_its_port_back() -> None:
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.asyncio
+async def test_a_name_server_that_hangs_is_bounded(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of ``open`` holds for the look-up of a name, too, which nothing can end."""
+    answer = threading.Event()
+
+    def hang(*_: object, **__: object) -> object:
+        answer.wait(30)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr("eplb_async.rendezvous.addresses.socket.getaddrinfo", hang)
+    placement = Placement([[0, 1]], ep_size=2)
+    started = time.monotonic()
+    with pytest.raises(HandshakeError, match=rf"rank {rank} could not reach the rendezvous tcp://node-0:1 in 0\.2 s: "):
+        await AsyncEplbCommunicator.open(
+            rank=rank,
+            ep_size=2,
+            weights=PatternWeights(placement, rank, (64,)).layers,
+            placement=placement,
+            rendezvous="tcp://node-0:1",
+            settings=SETTINGS,
+            timeout=0.2,
+        )
+    assert time.monotonic() - started < 10
+    answer.set()
+
+
 @pytest.mark.asyncio
 async def test_a_rebind_cancelled_before_the_engine_begins_it_is_done_all_the_same(tmp_path: Path) -> None:
     """The weights are taken anew on the user's loop: from then on no cancel may keep them from being registered."""
