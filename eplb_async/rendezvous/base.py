@@ -18,7 +18,8 @@ class Rendezvous(Protocol):
             ``EPLB_ASYNC_SECRET`` is set.
 
     An implementation may have ``lasting = False``: it ends with a rank, so that nothing is taken back there as another
-    one closes, and it may be made anew, with another job's key, while ranks open.
+    one closes, and it may be made anew, with another job's key, while ranks open. It may have ``one_time``, words that
+    say why no rank can come back by it: each rank sets one value there, as it opens.
     """
 
     url: str

@@ -89,7 +89,7 @@ async def exchange(
         causes = [meeting.failure for meeting in meetings if meeting.met_at is None and meeting.failure]
         raise HandshakeError(
             f"rank {rank} met {len(meetings) - len(failed)} of {len(meetings)} peers of group {group!r} in "
-            f"{deadline_per_peer:g} s at {rendezvous.url}; start or repair the others and open again:",
+            f"{deadline_per_peer:.3g} s at {rendezvous.url}; start or repair the others and open again:",
             failures=failed,
         ) from (causes[0] if causes else None)
     return {meeting.peer: meeting.met_at - started for meeting in meetings if meeting.met_at is not None}
@@ -114,7 +114,7 @@ def withdraw(rendezvous: Rendezvous, *, group: str, rank: int, sealed: bytes) ->
 async def _publish(
     rendezvous: Rendezvous, pool: Executor, key: str, sealed: bytes, deadline: float, timeout: float
 ) -> None:
-    """Leave our introduction, trying again until the deadline."""
+    """Leave our introduction, trying again until the deadline where that can help."""
     loop = asyncio.get_running_loop()
     failure: Exception | None = None
     pause = _FASTEST
@@ -127,13 +127,16 @@ async def _publish(
                     failure = error
                 else:
                     return
+                if getattr(rendezvous, "one_time", ""):
+                    break
                 await asyncio.sleep(pause)
                 pause = min(_SLOWEST_RECHECK, 2 * pause)  # a store that is gone may log every call
     except TimeoutError:
-        raise HandshakeError(
-            f"could not publish this rank's introduction at {rendezvous.url} in {timeout:g} s: "
-            f"{_text(failure) if failure else _SILENT}"
-        ) from failure
+        pass
+    raise HandshakeError(
+        f"could not publish this rank's introduction at {rendezvous.url} in {timeout:.3g} s: "
+        f"{_text(failure) if failure else _SILENT}"
+    ) from failure
 
 
 class _Meeting:

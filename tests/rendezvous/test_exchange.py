@@ -365,3 +365,19 @@ async def test_the_callers_executor_is_used_and_kept(memory: Any) -> None:
         await run(memory, on_peer, ep_size=2, executor=pool)
         assert pool.submit(int).result() == 0
     assert names == {"mine_0"}
+
+
+async def test_what_is_gathered_once_is_not_tried_again(memory: Any) -> None:
+    """A ProcessGroup in which a rank has died since it met there: the others are told at once."""
+    tries = 0
+
+    def write(key: str, value: bytes) -> None:
+        nonlocal tries
+        tries += 1
+        raise HandshakeError("could not gather: a rank is gone")
+
+    memory.set, memory.one_time = write, "gathered once"
+    with pytest.raises(HandshakeError, match=r"could not publish .*: could not gather: a rank is gone"):
+        async with asyncio.timeout(20):
+            await run(memory, None, timeout=600)
+    assert tries == 1
