@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CLOSE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 1.0
 _ADVICE = "is the process that hosts it still running?"
 
 

@@ -369,6 +369,20 @@ def test_a_store_that_hangs_is_bounded_in_call_and_close() -> None:
     store.free.set()
 
 
+def test_a_store_that_hangs_holds_up_no_close_longer_than_a_second() -> None:
+    """``aclose`` closes it, and has a deadline of its own."""
+    store = Stuck()
+    rendezvous = StoreRendezvous(store, timeout=60)  # type: ignore[arg-type]
+    asking = threading.Thread(target=rendezvous.get, args=["k"])
+    asking.start()
+    store.asked.wait()
+    started = time.monotonic()
+    rendezvous.close()
+    assert time.monotonic() - started < 3
+    store.free.set()
+    asking.join()
+
+
 def test_closing_ends_the_calls_that_wait_for_their_turn() -> None:
     """They say that it is closed, not that they were cancelled."""
     store = Stuck()
