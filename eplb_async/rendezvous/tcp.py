@@ -13,6 +13,7 @@ others dial that one when they need it next. What the old one held is gone:
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import time
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 _BORN = "eplb_async/born"
 DIAL_SECONDS = 2.0
 """How long a call may dial a store that was lost."""
+_FREE_SECONDS = 2.0
+"""How long a port that is taken is waited for: an ``open`` that failed gives it back behind the scenes."""
 
 
 class TcpRendezvous(StoreRendezvous):
@@ -102,7 +105,7 @@ class TcpRendezvous(StoreRendezvous):
         """
         addresses = find_addresses(host, port)
         require_secret(host, addresses, secret)
-        with listen(tcp_url(host, port), addresses[0], port) as listener:
+        with listen(tcp_url(host, port), addresses[0], port, patience=min(timeout, _FREE_SECONDS)) as listener:
             port = int(listener.getsockname()[1])
             url = tcp_url(host, port)
             store = open_store(url, addresses[0][1], port, timeout=timeout, limit=timeout, listener=listener)
@@ -135,8 +138,30 @@ class TcpRendezvous(StoreRendezvous):
         return cls(store, timeout=timeout, url=url, trusted=trusted, dial=lambda: dial(again)[0])
 
 
-def listen(url: str, where: Address, port: int) -> socket.socket:
-    """Claim a port on one address; ``HandshakeError`` says why not, its cause is the ``OSError``."""
+def listen(url: str, where: Address, port: int, *, patience: float = 0.0) -> socket.socket:
+    """Claim a port on one address; ``HandshakeError`` says why not, its cause is the ``OSError``.
+
+    Args:
+        url: How messages name it.
+        where: The address.
+        port: The port.
+        patience: Seconds to wait for a port that is taken.
+    """
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return _listener(where, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                raise HandshakeError(
+                    f"cannot host the rendezvous on {url}: {error.strerror or error}; if the port is taken, stop the "
+                    "process that has it (an earlier run?), or choose another on all ranks (port 0 picks a free one "
+                    "and logs it); if the address is not this machine's, rank 0 must run where it is"
+                ) from error
+        time.sleep(0.05)
+
+
+def _listener(where: Address, port: int) -> socket.socket:
     family, address = where
     # Listening now claims the port: two sockets may both be bound with SO_REUSEADDR, only one listens.
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -146,13 +171,9 @@ def listen(url: str, where: Address, port: int) -> socket.socket:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((address, port))
         listener.listen(512)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise HandshakeError(
-            f"cannot host the rendezvous on {url}: {error.strerror or error}; if the port is taken, stop the "
-            "process that has it (an earlier run?), or choose another on all ranks (port 0 picks a free one and "
-            "logs it); if the address is not this machine's, rank 0 must run where it is"
-        ) from error
+        raise
     return listener
 
 

@@ -73,7 +73,7 @@ def test_a_taken_port_is_named_with_what_to_do() -> None:
     first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
     try:
         with pytest.raises(HandshakeError, match=rf":{port_of(first)}: .*in use.*choose another"):
-            TcpRendezvous.host("127.0.0.1", port_of(first), timeout=20, secret=None)
+            TcpRendezvous.host("127.0.0.1", port_of(first), timeout=0.2, secret=None)
     finally:
         first.close()
 
@@ -102,6 +102,15 @@ def test_a_client_dials_a_host_that_started_again() -> None:
     assert next_incarnation(again, "g", 0) >= first
     client.close()
     again.close()
+
+
+def test_a_port_that_is_being_given_back_is_waited_for() -> None:
+    """An open that failed gives its store back behind the scenes, and is called again at once."""
+    first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    closing = threading.Timer(0.2, first.close)
+    closing.start()
+    TcpRendezvous.host("127.0.0.1", port_of(first), timeout=20, secret=None).close()
+    closing.join()
 
 
 def test_a_client_whose_host_hangs_is_not_stuck_with_it(silent_port: int) -> None:
