@@ -23,7 +23,7 @@ def wait_until_up(
     deadline: float,
     timeout: float,
     secret: bytes | None,
-    hint: str = "is rank 0 of this job running, on that host and port, and does no firewall stand between?",
+    hint: str,
 ) -> tuple[str, bool]:
     """Return the address that answers, and whether the host is loopback."""
     pause = 0.02

@@ -18,9 +18,9 @@ import logging
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from eplb_async.errors import HandshakeError
@@ -31,9 +31,9 @@ from eplb_async.rendezvous.addresses import (
     find_addresses,
     require_secret,
     tcp_url,
-    wait_until_up,
 )
-from eplb_async.rendezvous.tcp import DIAL_SECONDS, TcpRendezvous, listen, open_store
+from eplb_async.rendezvous.store import StoreRendezvous
+from eplb_async.rendezvous.tcp import DIAL_SECONDS, TcpRendezvous, listen, open_store, reach
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -131,15 +131,7 @@ class EnvRendezvous(TcpRendezvous):
             HandshakeError: It cannot be reached or hosted, or needs a secret.
         """
         url = _url(launch)
-
-        def dial(limit: float) -> tuple[Store, bool]:
-            deadline = time.monotonic() + limit
-            address, trusted = wait_until_up(
-                url, launch.host, launch.port, deadline=deadline, timeout=limit, secret=secret, hint=_hint(launch)
-            )
-            left = max(0.1, deadline - time.monotonic())
-            return open_store(url, address, launch.port, timeout=timeout, limit=left), trusted
-
+        dial = partial(reach, url, launch.host, launch.port, timeout=timeout, secret=secret, hint=_hint(launch))
         store, trusted, ours = None, False, False
         if launch.rank == 0 and not launch.by_agent:
             addresses = find_addresses(launch.host, launch.port)
@@ -147,7 +139,7 @@ class EnvRendezvous(TcpRendezvous):
             store, ours = _host(url, launch, _interface(launch.host, addresses, secret), timeout)
             trusted = all_loopback(addresses)
         if store is None:
-            store, trusted = dial(timeout)
+            store, trusted = dial(limit=timeout)
         if launch.rank == 0 and not ours and not secret:
             logger.warning(
                 "the store at %s is not ours: it listens on every interface, and whoever reaches it can join this "
@@ -155,7 +147,7 @@ class EnvRendezvous(TcpRendezvous):
                 url,
             )
         again = min(timeout, DIAL_SECONDS)
-        return cls(store, launch, timeout=timeout, trusted=trusted, dial=None if ours else lambda: dial(again)[0])
+        return cls(store, launch, timeout=timeout, trusted=trusted, dial=None if ours else lambda: dial(limit=again)[0])
 
     def set(self, key: str, value: bytes) -> None:
         """Store ``value`` under ``key``, for this attempt."""
@@ -167,12 +159,17 @@ class EnvRendezvous(TcpRendezvous):
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None if this attempt has given it none yet."""
-        found = super().get(self._prefix + key)
-        return found[_ATTEMPT.size :] if found is not None and found.startswith(self._attempt) else None
+        where = self._prefix + key
+        found = super().get(where)
+        if found is None or found.startswith(self._attempt):
+            return found and found[_ATTEMPT.size :]
+        self._kept.pop(where, None)
+        return None
 
     def _is_stale(self, where: str) -> bool:
-        found = super().get(where)
-        return found is not None and found[: _ATTEMPT.size] < self._attempt  # a later attempt's is not ours to replace
+        """Whether an earlier attempt has left that; one of a later attempt is not to be overwritten."""
+        found = StoreRendezvous.get(self, where)
+        return found is not None and found[: _ATTEMPT.size] < self._attempt
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, atomically over all ranks and attempts."""

@@ -52,7 +52,8 @@ def next_incarnation(rendezvous: Rendezvous, group: str, rank: int) -> int:
 
     A store that may end, and begin anew without what it counted, says with ``born`` where to count from.
     """
-    return int(getattr(rendezvous, "born", 0)) + rendezvous.add(f"{group}/incarnation/{rank}", 1)
+    count = rendezvous.add(f"{group}/incarnation/{rank}", 1)  # first: it may find that the store has begun anew
+    return int(getattr(rendezvous, "born", 0)) + count
 
 
 def note_place(rendezvous: Rendezvous, group: str, rank: int) -> None:

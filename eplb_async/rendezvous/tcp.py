@@ -7,7 +7,8 @@ others dial that one when they need it next. What the old one held is gone:
 
 - Each store notes when it began, and starts of ranks are counted from there, a millisecond each, so that a
   start which a later store counted is newer than all before.
-- Who dials it brings the job's key along, where that was kept in the store. A rank that opens there meanwhile, with
+- Who dials it brings along what it has left in the old one, since it may wait there to be met.
+- It brings the job's key, too, where that was kept in the store. A rank that opens there meanwhile, with
   a key of its own making, sees it change and joins again (``opener.py``).
 """
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as CallTimeout
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eplb_async.errors import HandshakeError
@@ -67,7 +69,8 @@ class TcpRendezvous(StoreRendezvous):
         super().__init__(
             store, timeout=timeout, url=url, trusted=trusted, dial=dial and (lambda: self._restore(dial()))
         )
-        self._keys: dict[str, bytes] = {}
+        self._kept: dict[str, bytes] = {}
+        """What belongs into the store as far as this rank knows: jobs' keys, and what it has left there itself."""
         self.born = self._call("ask when the store began", _birth)
 
     def set(self, key: str, value: bytes) -> None:
@@ -75,19 +78,30 @@ class TcpRendezvous(StoreRendezvous):
         if key.endswith("/key"):
             self._call(f"write {key!r}", lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
         else:
+            self._kept.pop(key, None)
             super().set(key, value)
+            self._kept[key] = value
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None if it has none yet."""
         found = super().get(key)
         if found and key.endswith("/key"):
-            self._keys[key] = found
+            self._kept[key] = found
         return found
 
+    def delete(self, key: str) -> None:
+        """Remove ``key``."""
+        self._kept.pop(key, None)
+        super().delete(key)
+
     def _restore(self, store: Any) -> Any:
-        """Give a store that may have begun anew the jobs' keys that this rank has: its peers have the same."""
-        for key, value in self._keys.items():
-            store.set(key, value)
+        """Give a store that may have begun anew what this rank knows: of a job's key its peers have the same."""
+        for key, value in list(self._kept.items()):
+            if key.endswith("/key"):
+                store.set(key, value)
+            else:
+                store.compare_set(key, "", value)  # a newer start of this rank may be there
+        self.born = max(self.born, _birth(store))
         return store
 
     @classmethod
@@ -126,16 +140,43 @@ class TcpRendezvous(StoreRendezvous):
             HandshakeError: Nobody answered in time, or what answered is no rendezvous, or it needs a secret.
         """
         url = tcp_url(host, port)
-
-        def dial(limit: float) -> tuple[Store, bool]:
-            deadline = time.monotonic() + limit
-            address, trusted = wait_until_up(url, host, port, deadline=deadline, timeout=limit, secret=secret)
-            left = max(0.1, deadline - time.monotonic())
-            return open_store(url, address, port, timeout=timeout, limit=left), trusted
-
-        store, trusted = dial(timeout)
+        dial = partial(reach, url, host, port, timeout=timeout, secret=secret)
+        store, trusted = dial(limit=timeout)
         again = min(timeout, DIAL_SECONDS)
-        return cls(store, timeout=timeout, url=url, trusted=trusted, dial=lambda: dial(again)[0])
+        return cls(store, timeout=timeout, url=url, trusted=trusted, dial=lambda: dial(limit=again)[0])
+
+
+def reach(
+    url: str,
+    host: str,
+    port: int,
+    *,
+    timeout: float,
+    limit: float,
+    secret: bytes | None,
+    hint: str = "is rank 0 of this job running, on that host and port, and does no firewall stand between?",
+) -> tuple[Store, bool]:
+    """Connect to a store, trying until it is up.
+
+    Args:
+        url: How messages name it.
+        host: Where it is.
+        port: Its port.
+        timeout: Seconds for each call afterwards.
+        limit: Seconds until it must be up.
+        secret: The job's secret, needed unless ``host`` is loopback.
+        hint: What to look at if it is not up in time.
+
+    Returns:
+        The store, and whether its host is loopback.
+
+    Raises:
+        HandshakeError: It cannot be reached, or needs a secret.
+    """
+    deadline = time.monotonic() + limit
+    address, trusted = wait_until_up(url, host, port, deadline=deadline, timeout=limit, secret=secret, hint=hint)
+    left = max(0.1, deadline - time.monotonic())
+    return open_store(url, address, port, timeout=timeout, limit=left), trusted
 
 
 def listen(url: str, where: Address, port: int, *, patience: float = 0.0) -> socket.socket:
@@ -229,7 +270,7 @@ def open_store(
         make,
         limit,
         f"cannot reach the rendezvous {url}",
-        "something listens there: is it rank 0 of this job, and is it not stopped?",
+        "something listens there: is it the store of this job and no other program, and is it not stopped?",
     )
     store.set_timeout(timedelta(seconds=timeout))
     return store

@@ -104,6 +104,42 @@ def test_a_client_dials_a_host_that_started_again() -> None:
     again.close()
 
 
+def test_what_a_client_has_left_is_in_a_store_that_begins_anew() -> None:
+    """Rank 0 may start again while the others open: they do not leave their introductions twice."""
+    host = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    client = TcpRendezvous.connect("127.0.0.1", port_of(host), timeout=20, secret=None)
+    client.set("g/blob/1", b"old")
+    client.set("g/blob/1", b"mine")
+    client.set("g/blob/2", b"mine")
+    host.close()
+    with pytest.raises(HandshakeError, match="failed"):
+        client.get("g/blob/0")
+    again = TcpRendezvous.host("127.0.0.1", port_of(host), timeout=20, secret=None)
+    again.set("g/blob/2", b"of a newer start")
+    assert client.get("g/blob/0") is None
+    assert again.get("g/blob/1") == b"mine"
+    assert again.get("g/blob/2") == b"of a newer start"
+    client.close()
+    again.close()
+
+
+def test_a_start_that_is_counted_by_a_store_dialled_again_is_newer() -> None:
+    """Also by whoever counted in the one before; and the count that dials is one of the new store, too."""
+    host = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
+    clients = [TcpRendezvous.connect("127.0.0.1", port_of(host), timeout=20, secret=None) for _ in range(2)]
+    starts = [[next_incarnation(client, "g", 1)] for client in clients]
+    host.close()
+    for client in clients:
+        with pytest.raises(HandshakeError, match="failed"):
+            client.get("k")
+    again = TcpRendezvous.host("127.0.0.1", port_of(host), timeout=20, secret=None)
+    for start, client in zip(starts, clients, strict=True):
+        start.append(next_incarnation(client, "g", 1))
+    assert starts[0][0] < starts[1][0] < starts[0][1] < starts[1][1]
+    for client in (*clients, again):
+        client.close()
+
+
 def test_a_port_that_is_being_given_back_is_waited_for() -> None:
     """An open that failed gives its store back behind the scenes, and is called again at once."""
     first = TcpRendezvous.host("127.0.0.1", 0, timeout=20, secret=None)
