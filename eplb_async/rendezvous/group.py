@@ -7,16 +7,20 @@ Facts that shape this module, measured with torch 2.13 and gloo:
 
 - A collective cannot be taken back: it goes on until the group's own timeout (30 minutes unless
   ``init_process_group`` was told another), and a call may block. So all of it runs on a daemon thread.
-- A thread that stands in ``Work.wait`` while the interpreter ends, and is woken then because a peer ended too, aborts
-  the process. So completion is polled.
+- A thread that stands in a call of torch while the interpreter ends, and comes out of it then, aborts the process. So
+  completion is polled, not waited for, and the polling ends before the interpreter does.
 - A group without a CPU backend refuses a CPU tensor at once, on every rank, before anything is sent.
 """
 
 from __future__ import annotations
 
+import atexit
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from eplb_async.errors import HandshakeError
@@ -31,8 +35,11 @@ MAX_PAYLOAD = 64 << 20
 """Bytes that one rank may give to :func:`gather`."""
 
 _SHORTEST, _LONGEST = 0.0005, 0.02
+_END_SECONDS = 1.0
 _MAGIC = b"EPLBGRP1"
 _HEADER = struct.Struct(">8sQ")
+_ending = threading.Event()
+_running: weakref.WeakSet[Future[list[bytes]]] = weakref.WeakSet()
 
 
 def gather(group: ProcessGroup, payload: bytes, *, timeout: float) -> list[bytes]:
@@ -59,6 +66,7 @@ def gather(group: ProcessGroup, payload: bytes, *, timeout: float) -> list[bytes
         raise ValueError(f"the timeout of a gather must be positive, not {timeout} s")
     thread = DaemonExecutor(1, name="eplb-gather")
     future = thread.submit(_gather, group, payload, time.monotonic() + timeout)
+    _running.add(future)
     thread.shutdown()
     try:
         return future.result(timeout + 0.5)  # its own waits end first, unless the backend's do not
@@ -92,6 +100,13 @@ def _gather(group: ProcessGroup, payload: bytes, deadline: float) -> list[bytes]
     return [data[:length] for data, length in zip(padded, lengths, strict=True)]
 
 
+@atexit.register
+def _end() -> None:
+    """Let nothing poll any more: what still stands in a call of torch then does not come out of it."""
+    _ending.set()
+    wait(list(_running), _END_SECONDS)
+
+
 def _length(rank: int, header: bytes) -> int:
     magic, length = _HEADER.unpack(header)
     if magic != _MAGIC or length > MAX_PAYLOAD:
@@ -112,7 +127,8 @@ def _all_gather(group: ProcessGroup, data: bytes, size: int, deadline: float) ->
     while not work.is_completed():
         if time.monotonic() >= deadline:
             raise TimeoutError("not all ranks took part")
-        time.sleep(pause)
+        if _ending.wait(pause):
+            raise TimeoutError("this process ends")
         pause = min(_LONGEST, 2 * pause)
     work.wait()  # it is over: raises what it ended with
     return _bytes(theirs)
