@@ -94,7 +94,9 @@ class Meetings:
         assert rendezvous is not None
         assert member is not None
         key = f"{self._driver.identity.group}/blob/{rank}"
-        blob = await self._engine.offload(lambda: rendezvous.get(key))
+        blob = await apart(
+            self._engine.loop, lambda: rendezvous.get(key), name="eplb-placement", executor=self.executor
+        )
         if not blob:
             return None
         intro = self._introducer.check(rank, blob)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ import torch
 import torch.distributed as dist
 
 from eplb_async.communicator import AsyncEplbCommunicator
+from eplb_async.communicator.meetings import Meetings
+from eplb_async.communicator.members import Identity
 from eplb_async.core.placement import Placement
 from eplb_async.errors import HandshakeError
 from eplb_async.settings import Settings
 from eplb_async.testing import run
 from eplb_async.testing.cluster import LocalCluster
+from tests.rendezvous.conftest import Memory
 
 TWO = Placement([[0, 1]], ep_size=2)
 
@@ -125,6 +130,28 @@ def test_a_rendezvous_that_fails_holds_up_no_close() -> None:
             cluster.rendezvous.get = get  # type: ignore[method-assign]
 
     run(main())
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_hangs_as_a_rank_is_let_in_does_not_occupy_the_worker() -> None:
+    """Whoever stops the engine waits for its worker, and would wait for the store."""
+    memory = Memory()
+    here = Identity(1, 2, "g", "node", 1 << 16)
+    driver = SimpleNamespace(identity=here, roster={0: here})
+
+    async def offload(work: object) -> None:
+        raise AssertionError("the worker is asked to wait for the store")
+
+    engine = SimpleNamespace(loop=asyncio.get_running_loop(), offload=offload)
+    meetings = Meetings(driver, None, engine=engine, endpoint=None)  # type: ignore[arg-type]
+    meetings.rendezvous = memory
+    assert await meetings.group_placement(0) is None
+    free = threading.Event()
+    memory.get = lambda key: free.wait(30)  # type: ignore[assignment, method-assign]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await meetings.group_placement(0)
+    free.set()
 
 
 def test_a_rank_joins_again_where_the_jobs_key_changes_as_it_opens() -> None:
